@@ -1,0 +1,79 @@
+"""The paged cache's planes: K and V of every layer, index-K of the sparse ones. Pages are handed out by cache.blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Where this step's tokens stand: T query tokens of B requests. Every tensor is on the cache's device."""
+
+    positions: torch.Tensor
+    """[T] int64: position of each token in its own sequence."""
+    slots: torch.Tensor
+    """[T] int64: page * block_size + offset, where the token's K, V and index-K go; −1 stores nothing."""
+    block_table: torch.Tensor
+    """[B, max_blocks] int32: block → page, 0 beyond a request's last block."""
+    seq_lens: torch.Tensor
+    """[B] int32: cached tokens plus this step's; 0 for padding rows."""
+    cu_query_lens: torch.Tensor
+    """[B + 1] int32: request b's tokens are cu_query_lens[b] … cu_query_lens[b+1] − 1 of T."""
+    max_query_len: int
+    max_seq_len: int
+
+
+class KVCache:
+    """K and V [num_layers, num_pages, block_size, Hkv, D] and index-K [sparse layers, num_pages, block_size, Di].
+
+    Token-major pages: `ops.page_table` relies on it. Page 0 is a dummy that no request owns.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        sparse_layer_ids: Sequence[int],
+        num_pages: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        index_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.num_pages = num_pages
+        self.block_size = block_size
+        shape = (num_layers, num_pages, block_size, num_kv_heads, head_dim)
+        self._k = torch.zeros(shape, dtype=dtype, device=device)
+        self._v = torch.zeros(shape, dtype=dtype, device=device)
+        self._index_k = torch.zeros(
+            (len(sparse_layer_ids), num_pages, block_size, index_dim), dtype=dtype, device=device
+        )
+        self._index_plane = {layer: i for i, layer in enumerate(sparse_layer_ids)}
+
+    def k(self, layer: int) -> torch.Tensor:
+        """[num_pages, block_size, Hkv, D]."""
+        return self._k[layer]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """[num_pages, block_size, Hkv, D]."""
+        return self._v[layer]
+
+    def index_k(self, layer: int) -> torch.Tensor:
+        """[num_pages, block_size, Di]. KeyError for a dense layer."""
+        return self._index_k[self._index_plane[layer]]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all planes."""
+        planes = (self._k, self._v, self._index_k)
+        return sum(plane.numel() * plane.element_size() for plane in planes) // self.num_pages
+
+    def fill_(self, value: float) -> None:
+        """Set every slot of every plane: tests poison with NaN."""
+        for plane in (self._k, self._v, self._index_k):
+            plane.fill_(value)

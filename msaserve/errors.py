@@ -1,0 +1,38 @@
+"""What can go wrong, in the words a user sees. Asserts guard invariants; these are for users' input."""
+
+from __future__ import annotations
+
+
+class MsaserveError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidRequestError(MsaserveError, ValueError):
+    """A request that can never be served as it was sent. HTTP 400.
+
+    Args:
+        message: what is wrong, with the numbers.
+        param: the field at fault, as OpenAI's error object names it.
+        code: a short machine-readable reason.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class OverloadedError(MsaserveError):
+    """The engine accepts no request now: it drains or its queue is full. HTTP 503."""
+
+
+class EngineError(MsaserveError):
+    """A request failed inside the engine through no fault of its sender. HTTP 500."""
+
+
+class CheckpointError(MsaserveError, ValueError):
+    """A checkpoint directory that cannot be served: missing, truncated, of another model, or with wrong tensors."""
+
+
+class UnsupportedError(CheckpointError):
+    """A checkpoint that is well formed but asks for what is not implemented; the message names it."""

@@ -1,0 +1,129 @@
+"""The words shared by everything a request passes: the HTTP side, the wire and the engine. No torch here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Modality = Literal["image", "video"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and when a request ends. `validate` says what values are allowed.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 switch those filters off. Penalties are OpenAI's:
+    frequency and presence count output tokens, repetition counts prompt and output tokens.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    """None: up to the model's context length."""
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    """Output i of a request with n > 1 uses seed + i. None: drawn when the request arrives."""
+    stop: tuple[str, ...] = ()
+    """Stop strings. The engine never sees text: whoever detokenizes looks for them and aborts."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: no log-probabilities; k ≥ 0: the sampled token's and the k most likely ones'."""
+
+
+class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One picture or clip, prepared: what the vision tower takes.
+
+    patches: float32 [N, 1176], N = Σ t·h·w over the rows of grid_thw.
+    grid_thw: rows of (t, h, w) in patches; a clip longer than 4 temporal patches is several rows.
+    offset, length: the span of prompt tokens that this item's features replace are the positions
+        offset ≤ p < offset + length whose token id is the model's image or video token; there are N / 4 of them.
+    content_hash: of the patches and the grid; salts the prefix index.
+    """
+
+    modality: Modality
+    patches: np.ndarray
+    grid_thw: tuple[tuple[int, int, int], ...]
+    offset: int
+    length: int
+    content_hash: bytes
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as the engine takes it: token ids in, token ids out."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams = SamplingParams()
+    media: tuple[MediaItem, ...] = ()
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities (of the model's distribution at temperature 1, before filters) at one output position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), most likely first."""
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What a generate stream yields. The last event of each index carries finish_reason."""
+
+    index: int = 0
+    token_ids: tuple[int, ...] = ()
+    """New since the last event of this index. The end-of-sequence or stop token that ended it is included."""
+    logprobs: tuple[Logprobs, ...] = ()
+    """One per token id when asked for, else empty."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The token that ended it, when one did."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose cache came from an earlier request."""
+    error: str | None = None
+    """Why finish_reason is "error"."""
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the HTTP side must know of the model it fronts."""
+
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    """Tokens of prompt and output together that one request may have."""
+    eos_token_ids: tuple[int, ...]
+    image_token_id: int | None = None
+    video_token_id: int | None = None
+    supports_vision: bool = False
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the engine, cheap enough to take at every scrape."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    """Usable pages, the dummy page not counted."""
+    num_used_pages: int
+    """Pages referenced by requests."""
+    num_cached_pages: int
+    """Unreferenced pages that still hold a reusable prefix."""
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
