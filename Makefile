@@ -22,7 +22,7 @@ install: $(VENV)/.installed
 # Reinstalls only when what is declared has changed.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt "torch==2.13.0" -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
 	touch $@
 
 clean:
