@@ -1,0 +1,19 @@
+"""Every environment variable this package reads. Each function reads its variable when called, never at import."""
+
+from __future__ import annotations
+
+import os
+
+
+def is_check_on() -> bool:
+    """MSASERVE_CHECK (default off): the engine checks its pages and queues after every step. Slow; tests turn it on."""
+    return _is_true("MSASERVE_CHECK")
+
+
+def log_level() -> str:
+    """MSASERVE_LOG_LEVEL (default INFO): the level of the server's log, as Python's logging names it."""
+    return os.environ.get("MSASERVE_LOG_LEVEL", "INFO").upper()
+
+
+def _is_true(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in {"1", "true", "yes", "on"}
