@@ -1,0 +1,448 @@
+"""What is computed next. Pure Python: it knows requests, token counts and page numbers, never a tensor."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from msaserve.cache.blocks import BlockPool
+from msaserve.cache.prefix import BlockHashes, PrefixIndex
+from msaserve.engine.plan import PlanRow, StepPlan, StepResult
+from msaserve.engine.request import Request, RequestStatus
+from msaserve.errors import InvalidRequestError, OverloadedError
+from msaserve.types import EngineLoad, FinishReason, Logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Bounds of a step and of a request.
+
+    Raises:
+        ValueError: a bound that lets nothing run.
+    """
+
+    block_size: int
+    num_pages: int
+    """All pages, the dummy page included."""
+    max_num_batched_tokens: int
+    """Most tokens of one step, over all its rows."""
+    max_num_seqs: int
+    """Most requests that run at once, and so most rows of a step."""
+    max_model_len: int
+    """Most tokens of prompt and output that one request may have."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    enable_prefix_cache: bool = True
+    max_queue: int | None = None
+    """Most requests that wait; None: any number."""
+
+    def __post_init__(self) -> None:
+        least = {
+            "block_size": 1,
+            "num_pages": 2,
+            "max_num_batched_tokens": 1,
+            "max_num_seqs": 1,
+            "max_model_len": 2,
+            "vocab_size": 1,
+        }
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}")
+        if self.max_queue is not None and self.max_queue < 1:
+            raise ValueError(f"max_queue must be at least 1 or None, got {self.max_queue}")
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a step brought to one request: a token, its end, or both."""
+
+    request: Request
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+class Scheduler:
+    """Continuous batching over a paged cache: schedule, run, commit; one step at a time.
+
+    - Order of service is order of arrival, throughout. Running requests come before waiting ones; among the running,
+      those with one token to compute before those with a chunk of prompt.
+    - A request is admitted when pages for all its known tokens are there, so a prompt once begun is never stopped
+      half-way by its own growth; only decoding takes pages one by one.
+    - When decoding finds no page, the latest arrival that runs gives up all of its pages. It keeps its tokens and is
+      admitted again like a prompt, before anything that arrived later. The oldest request is therefore never stopped
+      and, `add` having checked that it fits alone, always ends.
+
+    Not thread-safe, but `add` and `abort` may be called between `schedule` and `commit`.
+
+    Args:
+        rng: hand pages out in random order (tests).
+    """
+
+    def __init__(self, config: SchedulerConfig, *, rng: random.Random | None = None) -> None:
+        self.config = config
+        self.index = PrefixIndex()
+        self.pool = BlockPool(config.num_pages, on_evict=self.index.evict, rng=rng)
+        self._requests: dict[str, Request] = {}
+        # Both are ordered by arrival, and everything that runs arrived before everything that waits.
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._plan: StepPlan | None = None
+        self._planned: list[Request] = []
+        self._blocked: tuple[Request, int] | None = None
+        self._num_added = 0
+        self._num_preemptions = 0
+        self._num_prefix_queried_tokens = 0
+        self._num_prefix_hit_tokens = 0
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never be served as it is.
+            OverloadedError: the queue is full.
+        """
+        max_output_tokens = self._validate(request)
+        config = self.config
+        if config.max_queue is not None and len(self._waiting) >= config.max_queue:
+            raise OverloadedError(f"the queue is full: {len(self._waiting)} requests wait")
+        sampling = request.sampling
+        request.token_ids.extend(request.prompt_token_ids)
+        request.max_output_tokens = max_output_tokens
+        request.stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            request.stop_ids |= frozenset(config.eos_token_ids)
+        if config.enable_prefix_cache:
+            request.hashes = BlockHashes(
+                request.token_ids,
+                block_size=config.block_size,
+                media=request.media,
+                cache_salt=request.cache_salt,
+            )
+        request.order = self._num_added
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request with finish_reason "abort"; None if it has ended already or never was.
+
+        A step in flight may still write to its pages: then they are freed by `commit`, which reports nothing of it.
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        is_running = request.status is RequestStatus.RUNNING
+        request.finish("abort")
+        if not is_running:
+            self._waiting.remove(request)
+            self._blocked = None
+        elif self._plan is None:
+            self._release_finished()
+        return request
+
+    def schedule(self) -> StepPlan:
+        """The next step. Without rows if there is no work; otherwise `commit` must follow."""
+        assert self._plan is None, "the last step was not committed"
+        budget = self.config.max_num_batched_tokens
+        planned: list[tuple[Request, PlanRow]] = []
+        num_preemptions = self._num_preemptions
+
+        for request in tuple(self._running):
+            if budget == 0:
+                break
+            if request.num_tokens - request.num_computed_tokens == 1:
+                if request.status is not RequestStatus.RUNNING or not self._grow(request):
+                    break  # it was preempted, and with it all that follow
+                planned.append((request, self._row(request, 1)))
+                budget -= 1
+        for request in self._running:
+            if budget == 0:
+                break
+            query_len = min(request.num_tokens - request.num_computed_tokens, budget)
+            if request.num_tokens - request.num_computed_tokens > 1:
+                planned.append((request, self._row(request, query_len)))
+                budget -= query_len
+        # What was just preempted must not take its pages back at once.
+        if self._num_preemptions == num_preemptions:
+            while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
+                request = self._waiting[0]
+                if not self._admit(request):
+                    break
+                query_len = min(request.num_tokens - request.num_computed_tokens, budget)
+                planned.append((request, self._row(request, query_len)))
+                budget -= query_len
+
+        planned.sort(key=lambda pair: len(pair[1].token_ids) > 1)
+        plan = StepPlan(rows=[row for _, row in planned])
+        if planned:
+            self._plan = plan
+            self._planned = [request for request, _ in planned]
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Take the results of the step in flight: append tokens, end what ends, free its pages, index full blocks.
+
+        A step that failed as a whole is committed with an error in every row.
+
+        Returns:
+            One output for each request that got a token or ended; chunks of a prompt yield none.
+        """
+        if not plan.rows:
+            return []
+        assert plan is self._plan, "commit of a step that is not in flight"
+        assert len(result.rows) == len(plan.rows), f"{len(result.rows)} results for {len(plan.rows)} rows"
+        outputs: list[RequestOutput] = []
+        for request, row, row_result in zip(self._planned, plan.rows, result.rows, strict=True):
+            if request.is_finished:
+                continue  # aborted while the step ran
+            if row_result.error is not None:
+                self._forget(request)
+                request.finish("error", row_result.error)
+                outputs.append(RequestOutput(request, finish_reason="error", error=row_result.error))
+                continue
+            request.num_computed_tokens += len(row.token_ids)
+            if request.num_computed_tokens // self.config.block_size > request.num_indexed_blocks:
+                self._index_blocks(request)
+            if row.is_sampled:
+                assert row_result.token_id is not None, f"request {request.request_id}: a sampled row without a token"
+                request.append(row_result.token_id)
+                self._num_output_tokens += 1
+                logprobs = () if row_result.logprobs is None else (row_result.logprobs,)
+                outputs.append(RequestOutput(request, (row_result.token_id,), logprobs, request.finish_reason))
+        self._plan = None
+        self._planned = []
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self._requests[output.request.request_id]
+        self._release_finished()
+        return outputs
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def load(self) -> EngineLoad:
+        """Counters; prompt and prefix tokens are counted when a request is first admitted."""
+        return EngineLoad(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_pages=self.pool.num_usable_pages,
+            num_used_pages=self.pool.num_used_pages,
+            num_cached_pages=self.pool.num_cached_pages,
+            num_prefix_queried_tokens=self._num_prefix_queried_tokens,
+            num_prefix_hit_tokens=self._num_prefix_hit_tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_preemptions=self._num_preemptions,
+        )
+
+    def flush_prefix_cache(self) -> int:
+        """Forget every cached prefix, and index nothing more of what runs now. Returns how many blocks it forgot."""
+        pages = self.index.pages()
+        for page in pages:
+            self.index.evict(page)
+            self.pool.drop(page)
+        for request in self._running:
+            request.is_indexed = False
+        return len(pages)
+
+    def check_integrity(self) -> None:
+        """AssertionError if pages, requests and the prefix index contradict one another. O(pages + tokens)."""
+        self.pool.check_integrity()
+        self.index.check_integrity()
+        size = self.config.block_size
+        held = Counter(page for request in self._running for page in request.pages)
+        for page in range(self.config.num_pages):
+            count = self.pool.ref_count(page)
+            assert count == held[page], f"page {page} has {count} references, {held[page]} requests hold it"
+            assert self.pool.is_kept(page) == (page in self.index), f"page {page}: pool and index disagree"
+        alive = [r for r in (*self._running, *self._waiting) if not r.is_finished]
+        assert self._requests == {r.request_id: r for r in alive}, "a request is lost"
+        orders = [r.order for r in (*self._running, *self._waiting)]
+        assert orders == sorted(set(orders)), "requests are out of order"
+        for request in self._waiting:
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert not request.pages, "a waiting request holds pages"
+            assert request.num_computed_tokens == 0, "a waiting request has computed tokens"
+        for request in self._running:
+            assert request.status is RequestStatus.RUNNING or request.finish_reason == "abort"
+            assert request.finish_reason is None or self._plan is not None, "an aborted request outlives its step"
+            assert len(set(request.pages)) == len(request.pages), "a request holds a page twice"
+            assert request.num_computed_tokens <= len(request.pages) * size <= request.num_tokens + size - 1
+            hashes = BlockHashes(request.token_ids, block_size=size, media=request.media, cache_salt=request.cache_salt)
+            for block, page in enumerate(request.pages):
+                digest = self.index.digest_of(page)
+                if digest is not None:
+                    assert block < request.num_computed_tokens // size, f"page {page} is indexed before it is full"
+                    assert digest == hashes.digest(block), f"page {page} is indexed as another block"
+
+    def _validate(self, request: Request) -> int:
+        """How many tokens the request may put out."""
+        config = self.config
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is already in use", param="request_id")
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty", param="prompt", code="empty_prompt")
+        lowest, highest = min(prompt), max(prompt)
+        if lowest < 0 or highest >= config.vocab_size:
+            raise InvalidRequestError(
+                f"token id {lowest if lowest < 0 else highest} is out of range: "
+                f"the vocabulary has ids 0 to {config.vocab_size - 1}",
+                param="prompt",
+                code="token_id_out_of_range",
+            )
+        end = 0
+        for item in sorted(request.media, key=lambda item: item.offset):
+            if item.length < 1 or item.offset < 0 or item.offset + item.length > len(prompt):
+                raise InvalidRequestError(
+                    f"a media item spans tokens {item.offset} to {item.offset + item.length}, "
+                    f"outside the prompt of {len(prompt)} tokens",
+                    param="media",
+                )
+            if item.offset < end:
+                raise InvalidRequestError(
+                    f"two media items overlap: one ends at token {end}, the next begins at token {item.offset}",
+                    param="media",
+                )
+            end = item.offset + item.length
+        return self._max_output_tokens(len(prompt), request.sampling.max_tokens)
+
+    def _max_output_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        if max_tokens is not None and max_tokens < 1:
+            raise InvalidRequestError(f"max_tokens must be at least 1, got {max_tokens}", param="max_tokens")
+        num_cacheable_tokens = self.pool.num_usable_pages * self.config.block_size
+        max_len = min(self.config.max_model_len, num_cacheable_tokens)
+        total = num_prompt_tokens + (1 if max_tokens is None else max_tokens)
+        if total <= max_len:
+            return max_len - num_prompt_tokens if max_tokens is None else max_tokens
+        if max_tokens is None:
+            asked = f"the prompt has {num_prompt_tokens} tokens and needs room for at least 1 more"
+        else:
+            asked = (
+                f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} make {num_prompt_tokens + max_tokens}"
+            )
+        if total > self.config.max_model_len:
+            limit = f"the model's context length is {self.config.max_model_len} tokens"
+        else:
+            limit = (
+                f"the cache holds {num_cacheable_tokens} tokens "
+                f"({self.pool.num_usable_pages} pages of {self.config.block_size})"
+            )
+        raise InvalidRequestError(
+            f"{asked}, but {limit}",
+            param="prompt" if num_prompt_tokens >= max_len else "max_tokens",
+            code="context_length_exceeded",
+        )
+
+    def _row(self, request: Request, query_len: int) -> PlanRow:
+        start = request.num_computed_tokens
+        end = start + query_len
+        return PlanRow(
+            request_id=request.request_id,
+            token_ids=request.token_ids[start:end],
+            prefix_len=start,
+            pages=request.pages,
+            sampling=request.sampling,
+            seed=request.seed,
+            is_sampled=end == request.num_tokens,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.output_token_ids,
+            media=request.media_between(start, end),
+        )
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def _grow(self, request: Request) -> bool:
+        """Get the pages for a running request's known tokens; False if it had to be preempted itself."""
+        num_missing = self._num_pages(request.num_tokens) - len(request.pages)
+        if num_missing <= 0:
+            return True
+        while self.pool.num_available_pages < num_missing:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                assert self._running, "a request alone does not fit, though it was accepted"
+                return False
+        request.pages.extend(self.pool.allocate(num_missing))
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        assert self._running[-1] is request
+        self._running.pop()
+        self._free_pages(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        self._waiting.appendleft(request)
+        self._num_preemptions += 1
+
+    def _admit(self, request: Request) -> bool:
+        """Move the first waiting request to the running ones if its pages are there, cached prefix included."""
+        # One page for each running request to grow into, or what is admitted now would be preempted in a moment.
+        num_spare = self.pool.num_available_pages - len(self._running)
+        if self._blocked is not None:
+            blocked, num_spare_then = self._blocked
+            if blocked is request and num_spare <= num_spare_then:
+                return False
+        num_blocks = self._num_pages(request.num_tokens)
+        hits: list[int] = []
+        if request.hashes is not None:
+            # Never all of it: the last token's logits are needed, so its block is computed.
+            hits = self.index.match(request.hashes, (request.num_tokens - 1) // self.config.block_size)
+        num_revived = sum(self.pool.ref_count(page) == 0 for page in hits)
+        if num_blocks - len(hits) + num_revived > num_spare:
+            self._blocked = (request, num_spare)
+            return False
+        self._blocked = None
+        for page in hits:
+            self.pool.share(page)
+        request.pages = array("i", hits)
+        request.pages.extend(self.pool.allocate(num_blocks - len(hits)))
+        request.num_computed_tokens = len(hits) * self.config.block_size
+        request.num_indexed_blocks = len(hits)
+        request.is_indexed = request.hashes is not None
+        request.status = RequestStatus.RUNNING
+        if not request.was_admitted:
+            request.was_admitted = True
+            request.num_cached_tokens = request.num_computed_tokens
+            self._num_prompt_tokens += request.num_prompt_tokens
+            if request.hashes is not None:
+                self._num_prefix_queried_tokens += request.num_prompt_tokens
+                self._num_prefix_hit_tokens += request.num_cached_tokens
+        self._waiting.popleft()
+        self._running.append(request)
+        return True
+
+    def _index_blocks(self, request: Request) -> None:
+        """Offer the blocks that the last step completed to the prefix index."""
+        num_full_blocks = request.num_computed_tokens // self.config.block_size
+        if request.is_indexed and request.hashes is not None:
+            for block in range(request.num_indexed_blocks, num_full_blocks):
+                page = request.pages[block]
+                if self.index.insert(request.hashes.digest(block), page):
+                    self.pool.keep(page)
+        request.num_indexed_blocks = num_full_blocks
+
+    def _forget(self, request: Request) -> None:
+        """Take a failed request's pages out of the index: whatever broke it may stand in any of them."""
+        for page in request.pages:
+            if page in self.index:
+                self.index.evict(page)
+                self.pool.drop(page)
+
+    def _free_pages(self, request: Request) -> None:
+        self.pool.free(request.pages)
+        request.pages = array("i")
+
+    def _release_finished(self) -> None:
+        if any(request.is_finished for request in self._running):
+            for request in self._running:
+                if request.is_finished:
+                    self._free_pages(request)
+            self._running = [request for request in self._running if not request.is_finished]
