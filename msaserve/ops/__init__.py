@@ -8,3 +8,27 @@ last dimension. Every operator takes `impl`: None is the best that works here, a
 
 `msaserve.ops.msa` shows the pipeline on one page.
 """
+
+from msaserve.ops.combine import combine
+from msaserve.ops.dense_attend import dense_attend
+from msaserve.ops.index_score import index_score
+from msaserve.ops.page_table import one_head_view, page_table
+from msaserve.ops.remap import BlockQueries, remap
+from msaserve.ops.select_blocks import select_blocks
+from msaserve.ops.sparse_attend import sparse_attend
+from msaserve.ops.store_kv import store_kv
+from msaserve.ops.topk_blocks import topk_blocks
+
+__all__ = [
+    "BlockQueries",
+    "combine",
+    "dense_attend",
+    "index_score",
+    "one_head_view",
+    "page_table",
+    "remap",
+    "select_blocks",
+    "sparse_attend",
+    "store_kv",
+    "topk_blocks",
+]

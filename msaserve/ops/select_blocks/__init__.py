@@ -1,0 +1,74 @@
+"""select_blocks: index_score and topk_blocks in one, with bounded memory for scores. What the model calls."""
+
+from __future__ import annotations
+
+import torch
+
+from msaserve.ops.checks import check_caches, check_dtype, check_floats, check_int32, check_selection, check_shapes
+from msaserve.ops.dispatch import Impl, always, choose
+
+IMPLS = (Impl("reference", "msaserve.ops.select_blocks.reference:select_blocks", always),)
+
+
+def select_blocks(
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    *,
+    topk: int,
+    local_blocks: int = 1,
+    max_query_len: int,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """The topk best visible blocks of each query and KV head: `topk_blocks(index_score(...))`.
+
+    Args:
+        index_q: [T, Hkv, Di].
+        index_k_cache: [P, block, Di].
+        block_table: [B, max_blocks] int32.
+        seq_lens: [B] int32. cu_query_lens: [B + 1] int32.
+        max_query_len, max_seq_len: at least the batch's longest query and sequence.
+        out: [Hkv, T, topk] int32 to write to.
+
+    Returns:
+        block_ids [Hkv, T, topk] int32: valid blocks first, in any order, then −1. Padding rows are all −1.
+        The reference chooses the same blocks for a request alone and in a batch, and wherever its pages lie;
+        a prompt in other chunks may round its scores differently.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; not 1 ≤ local_blocks ≤ topk.
+    """
+    sizes = check_shapes(
+        "select_blocks",
+        ("index_q", index_q, ("T", "Hkv", "Di")),
+        ("index_k_cache", index_k_cache, ("P", "block", "Di")),
+        ("block_table", block_table, ("B", "max_blocks")),
+        ("seq_lens", seq_lens, ("B",)),
+        ("cu_query_lens", cu_query_lens, ("B+1",)),
+    )
+    if max_seq_len > sizes["max_blocks"] * sizes["block"]:
+        raise ValueError(
+            f"select_blocks: max_seq_len = {max_seq_len} does not fit block_table {list(block_table.shape)} "
+            f"of blocks of {sizes['block']}"
+        )
+    if out is not None and out.shape != (sizes["Hkv"], sizes["T"], topk):
+        raise ValueError(f"select_blocks: out has shape {list(out.shape)}, expected {[sizes['Hkv'], sizes['T'], topk]}")
+    check_floats("select_blocks", index_q=index_q)
+    check_caches("select_blocks", index_k_cache=index_k_cache)
+    check_int32("select_blocks", block_table=block_table, seq_lens=seq_lens, cu_query_lens=cu_query_lens)
+    check_dtype("select_blocks", "out", out, (torch.int32,))
+    check_selection("select_blocks", topk, local_blocks)
+    args = (index_q, index_k_cache, block_table, seq_lens, cu_query_lens)
+    options = {
+        "topk": topk,
+        "local_blocks": local_blocks,
+        "max_query_len": max_query_len,
+        "max_seq_len": max_seq_len,
+        "out": out,
+    }
+    result: torch.Tensor = choose("select_blocks", IMPLS, impl, *args, **options)(*args, **options)
+    return result

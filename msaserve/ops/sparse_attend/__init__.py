@@ -1,0 +1,101 @@
+"""sparse_attend: softmax attention of each query over the visible tokens of the blocks it chose."""
+
+from __future__ import annotations
+
+import torch
+
+from msaserve.ops.checks import (
+    check_caches,
+    check_floats,
+    check_groups,
+    check_int32,
+    check_scale,
+    check_shapes,
+)
+from msaserve.ops.dispatch import Impl, always, choose
+
+
+def _why_not_paged(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *_: object, **__: object
+) -> str | None:
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        return "the caches must be contiguous, token-major [P, block, Hkv, D]"
+    return None
+
+
+IMPLS = (
+    Impl("reference", "msaserve.ops.sparse_attend.reference:sparse_attend", always),
+    Impl("reference_kv_major", "msaserve.ops.sparse_attend.reference_kv_major:sparse_attend", always),
+    Impl("reference_paged", "msaserve.ops.sparse_attend.reference_paged:sparse_attend", _why_not_paged),
+)
+
+
+def sparse_attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    max_query_len: int,
+    out: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Attention of each query head over the blocks its KV head chose for it, up to the query's own position.
+
+    Args:
+        q: [T, Hq, D]; heads h * G … h * G + G − 1 share KV head h.
+        k_cache, v_cache: [P, block, Hkv, D].
+        block_ids: [Hkv, T, S] int32, distinct in a row; −1 anywhere and ids beyond what the query sees are skipped.
+        block_table: [B, max_blocks] int32.
+        seq_lens: [B] int32. cu_query_lens: [B + 1] int32.
+        scale: of the scores; None is D ** −0.5.
+        max_query_len: at least the batch's longest query.
+        out: [T, Hq, D] of q's dtype to write to.
+        k_scale, v_scale: a scalar or [Hkv] float tensor that the caches' values are multiplied by.
+
+    Returns:
+        [T, Hq, D] in q's dtype; 0 where nothing is visible and in padding rows. Softmax and sums are in float32
+        (float64 for float64 queries). Slots that no query may see are never part of a sum, whatever they hold.
+
+    Implementations: "reference" goes query by query, "reference_kv_major" loads each block once for all the queries
+    that chose it, "reference_paged" turns KV heads into batch rows of an ordinary paged attention. They agree up to
+    rounding. Of each, a request has the same bits alone and in a batch, and wherever its pages lie.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    sizes = check_shapes(
+        "sparse_attend",
+        ("q", q, ("T", "Hq", "D")),
+        ("k_cache", k_cache, ("P", "block", "Hkv", "D")),
+        ("v_cache", v_cache, ("P", "block", "Hkv", "D")),
+        ("block_ids", block_ids, ("Hkv", "T", "S")),
+        ("block_table", block_table, ("B", "max_blocks")),
+        ("seq_lens", seq_lens, ("B",)),
+        ("cu_query_lens", cu_query_lens, ("B+1",)),
+        ("out", out, ("T", "Hq", "D")),
+    )
+    check_groups("sparse_attend", sizes["Hq"], sizes["Hkv"])
+    check_floats("sparse_attend", q=q, out=out)
+    check_caches("sparse_attend", k_cache=k_cache, v_cache=v_cache)
+    check_int32(
+        "sparse_attend", block_ids=block_ids, block_table=block_table, seq_lens=seq_lens, cu_query_lens=cu_query_lens
+    )
+    check_scale("sparse_attend", "k_scale", k_scale, sizes["Hkv"])
+    check_scale("sparse_attend", "v_scale", v_scale, sizes["Hkv"])
+    args = (q, k_cache, v_cache, block_ids, block_table, seq_lens, cu_query_lens)
+    options = {
+        "scale": sizes["D"] ** -0.5 if scale is None else scale,
+        "max_query_len": max_query_len,
+        "out": out,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    result: torch.Tensor = choose("sparse_attend", IMPLS, impl, *args, **options)(*args, **options)
+    return result
