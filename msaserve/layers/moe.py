@@ -1,0 +1,99 @@
+"""The feed-forward parts: the gated MLP, and the mixture of experts around it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from msaserve.config import TextConfig
+from msaserve.layers.linear import Linear, weight
+
+
+def swiglu_oai(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
+    """gate_up [..., 2·I], gate first → (clamp(up, ±limit) + 1) · g · sigmoid(alpha · g), g = min(gate, limit): [..., I]"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1.0) * gate * torch.sigmoid(alpha * gate)
+
+
+class GatedMLP(nn.Module):
+    """x [T, hidden] → [T, hidden] through one pair of gate and up projections."""
+
+    def __init__(self, config: TextConfig, intermediate_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self.gate_up_proj = Linear(config.hidden_size, 2 * intermediate_size, dtype=dtype)
+        self.down_proj = Linear(intermediate_size, config.hidden_size, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(swiglu_oai(self.gate_up_proj(x), alpha=self.alpha, limit=self.limit))
+        return out
+
+
+class Router(nn.Module):
+    """Which experts see a token, in float32 throughout: a rounded score would send tokens elsewhere."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.weight = weight(config.num_experts, config.hidden_size, dtype=torch.float32)
+        self.score_bias = weight(config.num_experts, dtype=torch.float32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, hidden] → expert_ids [T, k] int64 and their weights [T, k] float32, which sum to 1.
+
+        The bias takes part in the choice only, not in the weights.
+        """
+        scores = F.linear(x.float(), self.weight).sigmoid()
+        expert_ids = (scores + self.score_bias).topk(self.top_k, dim=-1).indices
+        chosen = scores.gather(1, expert_ids)
+        return expert_ids, chosen / chosen.sum(dim=-1, keepdim=True)
+
+
+class Experts(nn.Module):
+    """All experts' weights, stacked: gate_up [E, 2·I, hidden] (gate rows first) and down [E, hidden, I]."""
+
+    def __init__(self, config: TextConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self.num_experts = config.num_experts
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        self.gate_up = weight(config.num_experts, 2 * inner, hidden, dtype=dtype)
+        self.down = weight(config.num_experts, hidden, inner, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden], expert_ids [T, k], weights [T, k] → Σ of the weighted experts, float32 [T, hidden]."""
+        num_tokens, top_k = expert_ids.shape
+        flat_ids = expert_ids.flatten()
+        order = flat_ids.argsort(stable=True)
+        rows = x[order // top_k]
+        counts = torch.bincount(flat_ids, minlength=self.num_experts).tolist()
+        outputs = torch.empty_like(rows)
+        start = 0
+        for expert, count in enumerate(counts):
+            if count:
+                part = slice(start, start + count)
+                inner = swiglu_oai(F.linear(rows[part], self.gate_up[expert]), alpha=self.alpha, limit=self.limit)
+                outputs[part] = F.linear(inner, self.down[expert])
+                start += count
+        # Back in token order and summed over k: the sum does not depend on who else is in the batch.
+        by_token = torch.empty_like(outputs)
+        by_token[order] = outputs
+        return torch.einsum("tkh,tk->th", by_token.view(num_tokens, top_k, -1).float(), weights)
+
+
+class SparseMoE(nn.Module):
+    """x [T, hidden] → routed experts × routed_scaling_factor + the shared expert, [T, hidden]."""
+
+    def __init__(self, config: TextConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.routed_scaling_factor = config.routed_scaling_factor
+        self.router = Router(config)
+        self.experts = Experts(config, dtype=dtype)
+        self.shared_experts = GatedMLP(config, config.shared_intermediate_size, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        expert_ids, weights = self.router(x)
+        routed: torch.Tensor = self.experts(x, expert_ids, weights)
+        return (routed * self.routed_scaling_factor + self.shared_experts(x)).to(x.dtype)

@@ -1,0 +1,137 @@
+"""Attention over the paged cache, block-sparse (MSA) or dense: the only model code that touches the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from msaserve import ops
+from msaserve.cache.kv import AttentionBatch, KVCache
+from msaserve.config import TextConfig
+from msaserve.layers.linear import Linear
+from msaserve.layers.norm import GemmaRMSNorm
+from msaserve.layers.rope import CosSin, rotate
+
+Observer = Callable[[str, int, torch.Tensor], None]
+"""Called with (what, layer, tensor) as the layers go by: "block_ids" [Hkv, T, S], "hidden" [T, hidden]."""
+
+
+class MsaAttention(nn.Module):
+    """One layer's attention: project, normalise per head, rotate, store, select blocks, attend, project back.
+
+    One GEMM projects to [q | k | v | index_q | index_k]; a dense layer has no index part.
+    """
+
+    def __init__(self, config: TextConfig, layer: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.is_sparse = config.has_sparse_attention[layer]
+        head_dim, index_dim, eps = config.head_dim, config.index_dim, config.rms_norm_eps
+        self.projection_sizes = {
+            "q": config.num_heads * head_dim,
+            "k": config.num_kv_heads * head_dim,
+            "v": config.num_kv_heads * head_dim,
+        }
+        self.q_norm = GemmaRMSNorm(head_dim, eps, dtype=dtype)
+        self.k_norm = GemmaRMSNorm(head_dim, eps, dtype=dtype)
+        if self.is_sparse:
+            self.projection_sizes |= {"index_q": config.num_index_heads * index_dim, "index_k": index_dim}
+            self.index_q_norm = GemmaRMSNorm(index_dim, eps, dtype=dtype)
+            self.index_k_norm = GemmaRMSNorm(index_dim, eps, dtype=dtype)
+        self.in_proj = Linear(config.hidden_size, sum(self.projection_sizes.values()), dtype=dtype)
+        self.o_proj = Linear(config.num_heads * head_dim, config.hidden_size, dtype=dtype)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: CosSin,
+        batch: AttentionBatch,
+        cache: KVCache,
+        *,
+        attend_impl: str | None = None,
+        observer: Observer | None = None,
+    ) -> torch.Tensor:
+        """x [T, hidden] → [T, hidden]. Stores this step's K, V and index-K in the cache."""
+        head_dim = self.config.head_dim
+        projected = dict(
+            zip(self.projection_sizes, self.in_proj(x).split(list(self.projection_sizes.values()), dim=-1), strict=True)
+        )
+        q = rotate(self.q_norm(projected["q"].unflatten(-1, (-1, head_dim))), rotation)
+        k = rotate(self.k_norm(projected["k"].unflatten(-1, (-1, head_dim))), rotation)
+        v = projected["v"].unflatten(-1, (-1, head_dim))
+        if self.is_sparse:
+            index_q, index_k = self._index(projected["index_q"], projected["index_k"], rotation)
+            out = self._attend_sparse(q, k, v, index_q, index_k, batch, cache, attend_impl, observer)
+        else:
+            out = self._attend_dense(q, k, v, batch, cache)
+        result: torch.Tensor = self.o_proj(out.flatten(1))
+        return result
+
+    def _index(
+        self, index_q: torch.Tensor, index_k: torch.Tensor, rotation: CosSin
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """index_q [T, Hkv, Di] and index_k [T, Di], normalised and rotated."""
+        config = self.config
+        index_q = rotate(self.index_q_norm(index_q.unflatten(-1, (-1, config.index_dim))), rotation)
+        index_k = rotate(self.index_k_norm(index_k[:, None]), rotation)
+        if config.num_index_heads < config.num_kv_heads:
+            index_q = index_q.repeat_interleave(config.num_kv_heads // config.num_index_heads, dim=1)
+        return index_q, index_k[:, 0]
+
+    def _attend_sparse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        index_q: torch.Tensor,
+        index_k: torch.Tensor,
+        batch: AttentionBatch,
+        cache: KVCache,
+        attend_impl: str | None,
+        observer: Observer | None,
+    ) -> torch.Tensor:
+        k_cache, v_cache, index_k_cache = cache.k(self.layer), cache.v(self.layer), cache.index_k(self.layer)
+        ops.store_kv(k, v, k_cache, v_cache, batch.slots, index_k=index_k, index_k_cache=index_k_cache)
+        block_ids = ops.select_blocks(
+            index_q,
+            index_k_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.cu_query_lens,
+            topk=self.config.topk_blocks,
+            local_blocks=self.config.local_blocks,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+        )
+        if observer is not None:
+            observer("block_ids", self.layer, block_ids)
+        return ops.sparse_attend(
+            q,
+            k_cache,
+            v_cache,
+            block_ids,
+            batch.block_table,
+            batch.seq_lens,
+            batch.cu_query_lens,
+            max_query_len=batch.max_query_len,
+            impl=attend_impl,
+        )
+
+    def _attend_dense(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, cache: KVCache
+    ) -> torch.Tensor:
+        k_cache, v_cache = cache.k(self.layer), cache.v(self.layer)
+        ops.store_kv(k, v, k_cache, v_cache, batch.slots)
+        return ops.dense_attend(
+            q,
+            k_cache,
+            v_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.cu_query_lens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+        )
