@@ -11,7 +11,7 @@ from msaserve.layers.linear import Linear, weight
 
 
 def swiglu_oai(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
-    """gate_up [..., 2·I], gate first → (clamp(up, ±limit) + 1) · g · sigmoid(alpha · g), [..., I]; g = min(gate, limit)."""
+    """[..., 2·I], gate before up → [..., I]: (clamp(up, ±limit) + 1) · g · sigmoid(alpha · g), g = min(gate, limit)."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return (up.clamp(-limit, limit) + 1.0) * gate * torch.sigmoid(alpha * gate)

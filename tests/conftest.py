@@ -1,0 +1,1 @@
+"""Puts this folder on the import path: every test can `from golden_data import golden`."""
