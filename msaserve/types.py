@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+from msaserve.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,6 +44,39 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: no log-probabilities; k ≥ 0: the sampled token's and the k most likely ones'."""
+
+    def validate(self, *, vocab_size: int) -> None:
+        """Refuse values that no sampler can serve. Whoever takes requests from outside may allow less.
+
+        Raises:
+            InvalidRequestError: naming the field, its value and its bounds.
+        """
+        bounds: dict[str, tuple[float, float]] = {
+            "n": (1, math.inf),
+            "max_tokens": (1, math.inf),
+            "min_tokens": (0, math.inf if self.max_tokens is None else self.max_tokens),
+            "temperature": (0, sys.float_info.max),
+            "top_p": (sys.float_info.min, 1),
+            "top_k": (0, math.inf),
+            "min_p": (0, 1),
+            "presence_penalty": (-100, 100),
+            "frequency_penalty": (-100, 100),
+            "repetition_penalty": (0.01, 100),
+            "logprobs": (0, math.inf),
+        }
+        for name, (lowest, highest) in bounds.items():
+            value = getattr(self, name)
+            if value is not None and not lowest <= value <= highest:
+                raise InvalidRequestError(f"{name} must be within {lowest:g} … {highest:g}, not {value}", param=name)
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(self, name):
+                if not 0 <= token < vocab_size:
+                    raise InvalidRequestError(
+                        f"{name}: token id {token} is not within 0 … {vocab_size - 1}", param=name
+                    )
+        for token, bias in self.logit_bias.items():
+            if not math.isfinite(bias):
+                raise InvalidRequestError(f"logit_bias of token {token} must be finite, not {bias}", param="logit_bias")
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):

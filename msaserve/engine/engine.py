@@ -1,0 +1,215 @@
+"""The scheduler and the runner together: requests in, tokens out, one step at a time. Not thread-safe."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from msaserve import env
+from msaserve.cache.kv import KVCache
+from msaserve.config import EngineConfig, ModelConfig
+from msaserve.engine.media import check_media
+from msaserve.engine.plan import RowResult, StepPlan, StepResult
+from msaserve.engine.request import Request
+from msaserve.engine.runner import Runner
+from msaserve.engine.scheduler import RequestOutput, Scheduler, SchedulerConfig
+from msaserve.errors import InvalidRequestError
+from msaserve.models.loader import load_model, resolve_device, resolve_dtype
+from msaserve.models.memory_plan import cache_bytes_per_token
+from msaserve.models.minimax_m3 import MiniMaxM3
+from msaserve.types import EngineLoad, GenerateRequest, ModelInfo
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Continuous batching of one model on one device.
+
+    Args:
+        scheduler: decides what a step computes.
+        runner: computes it.
+        config: the model's.
+        seed: of the seeds drawn for requests that name none.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, config: ModelConfig, *, seed: int = 0) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.config = config
+        self._rng = random.Random(seed)
+        cacheable = scheduler.pool.num_usable_pages * scheduler.config.block_size
+        self.info = ModelInfo(
+            model_type=config.model_type,
+            vocab_size=config.text.vocab_size,
+            max_model_len=min(scheduler.config.max_model_len, cacheable),
+            eos_token_ids=config.eos_token_ids,
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            supports_vision=config.vision is not None,
+        )
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        directory: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        show_progress: bool = True,
+        page_order: random.Random | None = None,
+    ) -> Engine:
+        """Load a model and give it as much cache as the budget holds and its requests can use.
+
+        Args:
+            directory: a checkpoint in the released format.
+            show_progress: a bar on stderr while weights load, if that is a terminal.
+            page_order: hand pages out in random order (tests).
+
+        Raises:
+            CheckpointError: the checkpoint cannot be served.
+            InvalidRequestError: the budget for the cache does not hold a single block.
+        """
+        config = config or EngineConfig()
+        model_config = ModelConfig.from_checkpoint(directory)
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        model = load_model(directory, device, dtype, config=model_config, show_progress=show_progress)
+        cache = _make_cache(model, config)
+        scheduler_config = SchedulerConfig(
+            block_size=cache.block_size,
+            num_pages=cache.num_pages,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len or model_config.max_model_len,
+            vocab_size=model_config.text.vocab_size,
+            eos_token_ids=model_config.eos_token_ids,
+            enable_prefix_cache=config.enable_prefix_cache,
+        )
+        return cls(
+            Scheduler(scheduler_config, rng=page_order),
+            Runner(model, cache, attend_impl=config.attend_impl),
+            model_config,
+            seed=config.seed,
+        )
+
+    def add(self, request: GenerateRequest) -> list[Request]:
+        """Queue a request: one sequence for each of its n outputs, in order; output i has seed + i.
+
+        Raises:
+            InvalidRequestError: it can never be served. Nothing of it is queued.
+            OverloadedError: the queue is full. Nothing of it is queued.
+        """
+        sampling = request.sampling
+        sampling.validate(vocab_size=self.config.text.vocab_size)
+        for item in request.media:
+            check_media(item, request.prompt_token_ids, self.config)
+        seed = self._rng.getrandbits(63) if sampling.seed is None else sampling.seed
+        now = time.monotonic()
+        sequences: list[Request] = []
+        try:
+            for i in range(sampling.n):
+                sequence = Request(
+                    request_id=request.request_id if sampling.n == 1 else f"{request.request_id}#{i}",
+                    prompt_token_ids=request.prompt_token_ids,
+                    sampling=sampling,
+                    media=request.media,
+                    cache_salt=request.cache_salt,
+                    seed=seed + i,
+                    arrival_time=now,
+                )
+                self.scheduler.add(sequence)
+                sequences.append(sequence)
+        except BaseException:
+            for sequence in sequences:
+                self.scheduler.abort(sequence.request_id)
+            raise
+        return sequences
+
+    def abort(self, sequence: Request) -> None:
+        """End a sequence that `add` returned with finish_reason "abort", unless it has.
+
+        `step` reports nothing of it.
+        """
+        if not sequence.is_finished:
+            self.scheduler.abort(sequence.request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, run, commit. If the run fails, every request of the step ends with an error and the others go on.
+
+        Returns:
+            One output for each sequence that got a token or ended.
+        """
+        plan = self.scheduler.schedule()
+        result = self._run(plan)
+        outputs = self.scheduler.commit(plan, result)
+        if env.is_check_on():
+            self.check_integrity()
+        return outputs
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def load(self) -> EngineLoad:
+        return self.scheduler.load()
+
+    def check_integrity(self) -> None:
+        """AssertionError if a page or a request is lost. For when the engine idles: O(pages + tokens)."""
+        self.scheduler.check_integrity()
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        if not plan.rows:
+            return StepResult()
+        try:
+            return self.runner.run(plan)
+        except Exception as error:
+            _log.exception("a step of %d rows and %d tokens failed", len(plan.rows), plan.num_tokens)
+            message = f"the engine's step failed: {type(error).__name__}: {error}"
+            return StepResult([RowResult(error=message) for _ in plan.rows])
+
+
+def _make_cache(model: MiniMaxM3, config: EngineConfig) -> KVCache:
+    """Pages for the budget, but no more than max_num_seqs requests of the greatest length fill."""
+    text = model.config.text
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
+    page_bytes = sum(cache_bytes_per_token(text, dtype)) * text.block_size
+    budget = _free_bytes(model.device) if config.kv_cache_bytes is None else config.kv_cache_bytes
+    max_model_len = config.max_model_len or model.config.max_model_len
+    num_useful = config.max_num_seqs * -(-max_model_len // text.block_size) + 1
+    num_pages = min(budget // page_bytes, num_useful)
+    if num_pages < 2:
+        raise InvalidRequestError(
+            f"a cache of {budget} bytes holds {budget // page_bytes} pages of {page_bytes} bytes; it must hold 2",
+            param="kv_cache_gib",
+        )
+    return KVCache(
+        num_layers=text.num_layers,
+        sparse_layer_ids=text.sparse_layer_ids,
+        num_pages=num_pages,
+        block_size=text.block_size,
+        num_kv_heads=text.num_kv_heads,
+        head_dim=text.head_dim,
+        index_dim=text.index_dim,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """The cache's budget if none is given: what EngineConfig.kv_cache_gib says of None."""
+    if device.type == "cuda":
+        return int(0.9 * torch.cuda.mem_get_info(device)[0])
+    return min(4 * 2**30, _free_host_bytes() // 4)
+
+
+def _free_host_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 16 * 2**30  # not Linux: a quarter of it is the upper bound
