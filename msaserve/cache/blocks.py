@@ -62,8 +62,13 @@ class BlockPool:
     def ref_count(self, page: int) -> int:
         return self._ref_counts[page]
 
-    def is_kept(self, page: int) -> bool:
-        return page in self._kept
+    def ref_counts(self) -> dict[int, int]:
+        """Page → references, for every page that has one. O(pages)."""
+        return {page: count for page, count in enumerate(self._ref_counts) if count}
+
+    def kept_pages(self) -> set[int]:
+        """The pages marked reusable, referenced or cached."""
+        return set(self._kept)
 
     def free_pages(self) -> list[int]:
         """The pages that hold nothing anyone may read again."""
@@ -116,7 +121,7 @@ class BlockPool:
         """AssertionError if a page is lost, in two states, or counted wrongly. O(pages)."""
         free = set(self._free)
         assert len(free) == len(self._free), "a page is free twice"
-        used = {page for page, count in enumerate(self._ref_counts) if count > 0}
+        used = self.ref_counts().keys()
         assert min(self._ref_counts) >= 0, "a reference count is negative"
         assert DUMMY_PAGE not in free | used | self._kept, "the dummy page is in use"
         assert not free & self._kept, "a free page is marked reusable"

@@ -257,10 +257,9 @@ class Scheduler:
         self.index.check_integrity()
         size = self.config.block_size
         held = Counter(page for request in self._running for page in request.pages)
-        for page in range(self.config.num_pages):
-            count = self.pool.ref_count(page)
-            assert count == held[page], f"page {page} has {count} references, {held[page]} requests hold it"
-            assert self.pool.is_kept(page) == (page in self.index), f"page {page}: pool and index disagree"
+        counts = self.pool.ref_counts()
+        assert counts == held, f"page: references {counts}, page: requests that hold it {dict(held)}"
+        assert self.pool.kept_pages() == set(self.index.pages()), "pool and index disagree on what is reusable"
         alive = [r for r in (*self._running, *self._waiting) if not r.is_finished]
         assert self._requests == {r.request_id: r for r in alive}, "a request is lost"
         orders = [r.order for r in (*self._running, *self._waiting)]

@@ -203,7 +203,8 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees_with_model(self) -> None:
         self.pool.check_integrity()
         counts = self.counts()
-        assert {page: n for page in range(12) if (n := self.pool.ref_count(page))} == counts
+        assert self.pool.ref_counts() == counts
+        assert self.pool.kept_pages() == self.kept
         assert self.pool.num_used_pages == len(counts)
         assert self.pool.num_cached_pages == len(self.lru)
         assert self.pool.num_available_pages == 11 - len(counts)

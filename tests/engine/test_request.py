@@ -1,0 +1,98 @@
+"""Request: what ends a sequence, and which media a step needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from msaserve.engine.request import Request, RequestStatus
+from msaserve.types import MediaItem, SamplingParams
+
+
+def request(
+    *, min_tokens: int = 0, max_output_tokens: int = 100, stop_ids: tuple[int, ...] = (), prompt_len: int = 3
+) -> Request:
+    made = Request("r", list(range(10, 10 + prompt_len)), SamplingParams(min_tokens=min_tokens))
+    made.token_ids.extend(made.prompt_token_ids)
+    made.max_output_tokens = max_output_tokens
+    made.stop_ids = frozenset(stop_ids)
+    return made
+
+
+def feed(made: Request, *tokens: int) -> int:
+    """Append tokens until one ends the request; how many were taken."""
+    for i, token in enumerate(tokens, start=1):
+        made.append(token)
+        if made.is_finished:
+            return i
+    return len(tokens)
+
+
+def test_tokens_go_to_both_lists() -> None:
+    made = request()
+    feed(made, 5, 6)
+    assert list(made.token_ids) == [10, 11, 12, 5, 6]
+    assert made.output_token_ids == [5, 6]
+    assert made.prompt_token_ids == [10, 11, 12]
+    assert (made.num_prompt_tokens, made.num_tokens) == (3, 5)
+    assert made.status is RequestStatus.WAITING
+    assert made.finish_reason is None
+
+
+def test_a_stop_token_ends_it_and_is_kept() -> None:
+    made = request(stop_ids=(7, 8))
+    assert feed(made, 5, 8, 7) == 2
+    assert (made.finish_reason, made.stop_token_id, made.output_token_ids) == ("stop", 8, [5, 8])
+
+
+@pytest.mark.parametrize("min_tokens", range(4))
+def test_min_tokens_come_before_the_stop_token(min_tokens: int) -> None:
+    made = request(min_tokens=min_tokens, stop_ids=(7,))
+    assert feed(made, 7, 7, 7, 7, 7) == min_tokens + 1
+    assert made.finish_reason == "stop"
+
+
+def test_length() -> None:
+    made = request(max_output_tokens=2)
+    assert feed(made, 5, 6, 7) == 2
+    assert (made.finish_reason, made.stop_token_id) == ("length", None)
+
+
+def test_a_stop_token_in_the_last_place_is_a_stop() -> None:
+    made = request(max_output_tokens=2, stop_ids=(7,))
+    feed(made, 5, 7)
+    assert made.finish_reason == "stop"
+
+
+def test_length_ends_it_even_before_min_tokens() -> None:
+    made = request(max_output_tokens=2, min_tokens=5, stop_ids=(7,))
+    assert feed(made, 7, 7, 7) == 2
+    assert made.finish_reason == "length"
+
+
+def test_finishes_once() -> None:
+    made = request()
+    made.finish("error", "why")
+    assert (made.status, made.error) == (RequestStatus.FINISHED, "why")
+    with pytest.raises(AssertionError, match="twice"):
+        made.finish("abort")
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "offsets"),
+    [(0, 4, []), (0, 5, [4]), (4, 6, [4]), (6, 10, [4]), (7, 10, []), (0, 20, [4, 10]), (6, 11, [4, 10]), (13, 14, [])],
+)
+def test_media_between(start: int, end: int, offsets: list[int]) -> None:
+    made = request(prompt_len=13)
+    made.media = tuple(
+        MediaItem(
+            modality="image",
+            patches=np.zeros((4, 1176), np.float32),
+            grid_thw=((1, 2, 2),),
+            offset=offset,
+            length=3,
+            content_hash=b"x",
+        )
+        for offset in (4, 10)
+    )
+    assert [item.offset for item in made.media_between(start, end)] == offsets
