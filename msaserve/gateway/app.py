@@ -1,0 +1,371 @@
+"""The HTTP server: OpenAI's endpoints over an EngineClient."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from msaserve.config import GenerationDefaults
+from msaserve.errors import InvalidRequestError, MsaserveError, OverloadedError
+from msaserve.gateway.answer import Answer, ChatAnswer, CompletionAnswer
+from msaserve.gateway.chat import ChatTemplate, check_template_kwargs, thinking_kwargs
+from msaserve.gateway.chat import check_length as check_text_length
+from msaserve.gateway.client import EngineClient
+from msaserve.gateway.openai import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    chat_messages,
+    check_length,
+    check_token_ids,
+    completion_prompts,
+    parse,
+    sampling_params,
+)
+from msaserve.gateway.stream import Generation
+from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.gateway.transport import (
+    ClientGoneError,
+    EventStream,
+    NoSuchModelError,
+    error_response,
+    read_body,
+    until_disconnect,
+)
+from msaserve.observe.log import ACCESS_LOGGER
+from msaserve.observe.metrics import CONTENT_TYPE, ServerMetrics
+from msaserve.types import GenerateRequest, ModelInfo
+
+_log = logging.getLogger(__name__)
+_access_log = logging.getLogger(ACCESS_LOGGER)
+
+_THREAD_BYTES = 16_384
+"""Bodies above this are tokenised in a thread: the event loop serves other streams meanwhile."""
+_OPEN_PATHS = ("/health", "/ready")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    served_model_name: str
+    """What clients call the model."""
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    """Sampling of requests that say nothing."""
+    api_key: str | None = None
+    """Asked of every request but /health and /ready."""
+    max_body_bytes: int = 64 * 2**20
+
+
+def create_app(
+    client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, settings: GatewaySettings
+) -> Starlette:
+    """The ASGI application. It does not own the client: who made it closes it.
+
+    `app.state.gateway.is_draining = True` makes /ready and new requests answer 503.
+    """
+    gateway = Gateway(client, tokenizer, template, settings)
+    routes = [
+        Route("/v1/models", gateway.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", gateway.model, methods=["GET"]),
+        Route("/v1/completions", gateway.completions, methods=["POST"]),
+        Route("/v1/chat/completions", gateway.chat_completions, methods=["POST"]),
+        Route("/tokenize", gateway.tokenize, methods=["POST"]),
+        Route("/detokenize", gateway.detokenize, methods=["POST"]),
+        Route("/health", gateway.health, methods=["GET"]),
+        Route("/ready", gateway.ready, methods=["GET"]),
+        Route("/metrics", gateway.show_metrics, methods=["GET"]),
+    ]
+    paths = frozenset(route.path for route in routes)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await gateway.model_info()
+        yield
+
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Envelope, settings=settings, metrics=gateway.metrics, paths=paths)],
+        exception_handlers={HTTPException: _answer_error, MsaserveError: _answer_error},
+        lifespan=lifespan,
+    )
+    app.state.gateway = gateway
+    return app
+
+
+class Gateway:
+    """The endpoints, and what they share."""
+
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, settings: GatewaySettings
+    ) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._template = template
+        self._settings = settings
+        self._model_info: ModelInfo | None = None
+        self._created = int(time.time())
+        self.metrics = ServerMetrics(settings.served_model_name)
+        self.is_draining = False
+
+    async def model_info(self) -> ModelInfo:
+        if self._model_info is None:
+            self._model_info = await self._client.model_info()
+        return self._model_info
+
+    async def chat_completions(self, request: Request) -> ASGIApp:
+        arrival = time.perf_counter()
+        body = await self._body(request)
+        asked = parse(body, ChatRequest)
+        self._check_model(asked.model)
+        model = await self.model_info()
+        sampling = sampling_params(asked, self._settings.defaults, model)
+        kwargs = thinking_kwargs(asked.thinking, asked.reasoning_effort)
+        token_ids = await self._encode_chat(asked, kwargs, model, len(body))
+        check_length(len(token_ids), sampling.max_tokens, model, param="messages")
+        answer = ChatAnswer(
+            self._tokenizer,
+            model=self._settings.served_model_name,
+            has_logprobs=sampling.logprobs is not None,
+            includes_usage=asked.includes_usage,
+        )
+        generate = GenerateRequest(
+            request_id=answer.id, prompt_token_ids=token_ids, sampling=sampling, cache_salt=asked.cache_salt or ""
+        )
+        return await self._answer(request, asked, answer, [generate], arrival)
+
+    async def completions(self, request: Request) -> ASGIApp:
+        arrival = time.perf_counter()
+        body = await self._body(request)
+        asked = parse(body, CompletionRequest)
+        self._check_model(asked.model)
+        model = await self.model_info()
+        sampling = sampling_params(asked, self._settings.defaults, model)
+        prompts = completion_prompts(asked.prompt, sampling.n)
+        add_special_tokens = asked.add_special_tokens is not False
+
+        def encode() -> list[list[int]]:
+            return [self._encode_prompt(prompt, model, add_special_tokens=add_special_tokens) for prompt in prompts]
+
+        answer = CompletionAnswer(
+            self._tokenizer,
+            model=self._settings.served_model_name,
+            has_logprobs=sampling.logprobs is not None,
+            includes_usage=asked.includes_usage,
+        )
+        generates = []
+        for i, token_ids in enumerate(await _run(encode, len(body))):
+            check_length(len(token_ids), sampling.max_tokens, model, param="prompt")
+            generates.append(
+                GenerateRequest(
+                    request_id=f"{answer.id}-{i}",
+                    prompt_token_ids=token_ids,
+                    sampling=sampling,
+                    cache_salt=asked.cache_salt or "",
+                )
+            )
+        return await self._answer(request, asked, answer, generates, arrival)
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        asked = parse(body, TokenizeRequest)
+        self._check_model(asked.model)
+        model = await self.model_info()
+        if (asked.prompt is None) == (asked.messages is None):
+            raise InvalidRequestError("give either prompt or messages", param="prompt")
+        if asked.messages is not None:
+            token_ids = await self._encode_chat(asked, {}, model, len(body))
+        else:
+            prompt = asked.prompt or ""
+            add_special_tokens = asked.add_special_tokens is not False
+            token_ids = await _run(
+                lambda: self._encode_prompt(prompt, model, add_special_tokens=add_special_tokens), len(body)
+            )
+        result: dict[str, Any] = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids}
+        if asked.return_token_strs:
+            result["token_strs"] = [self._tokenizer.token_text(i) for i in token_ids]
+        return _json(result)
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        asked = parse(body, DetokenizeRequest)
+        self._check_model(asked.model)
+        check_token_ids(asked.tokens, await self.model_info(), param="tokens")
+        return _json({"prompt": self._tokenizer.decode(asked.tokens, skip_special_tokens=False)})
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [await self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["model"])
+        return _json(await self._model_card())
+
+    async def health(self, request: Request) -> Response:
+        """The process is alive."""
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """The engine takes requests."""
+        is_ready = not self.is_draining and await self._client.is_ready()
+        return _json({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+
+    async def show_metrics(self, request: Request) -> Response:
+        load = await self._client.load()
+        return Response(self.metrics.render(load), headers={"content-type": CONTENT_TYPE})
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: ChatRequest | CompletionRequest,
+        answer: Answer,
+        generates: list[GenerateRequest],
+        arrival: float,
+    ) -> ASGIApp:
+        if self.is_draining:
+            raise OverloadedError("the server is shutting down and takes no new request")
+        generation = Generation(
+            self._client,
+            self._tokenizer,
+            generates,
+            self.metrics,
+            arrival=arrival,
+            skip_special_tokens=asked.skip_special_tokens is not False,
+        )
+        if asked.stream:
+            return EventStream(answer.stream(generation))
+        whole = await until_disconnect(request.receive, answer.collect(generation))
+        return Response(whole, media_type="application/json")
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request, self._settings.max_body_bytes)
+
+    async def _encode_chat(
+        self, asked: ChatRequest | TokenizeRequest, kwargs: dict[str, Any], model: ModelInfo, size: int
+    ) -> list[int]:
+        template = self._template
+        if template is None:
+            raise InvalidRequestError("this checkpoint has no chat template; use /v1/completions", param="messages")
+        messages = chat_messages(asked.messages or [])
+        given = asked.chat_template_kwargs or {}
+        check_template_kwargs(given)
+        add_generation_prompt = asked.add_generation_prompt is not False
+        return await _run(
+            lambda: template.encode(
+                self._tokenizer,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                kwargs={**kwargs, **given},
+                max_tokens=model.max_model_len - 1,
+            ),
+            size,
+        )
+
+    def _encode_prompt(self, prompt: str | list[int], model: ModelInfo, *, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, list):
+            check_token_ids(prompt, model, param="prompt")
+            return prompt
+        check_text_length(self._tokenizer, prompt, model.max_model_len - 1, param="prompt")
+        return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+    def _check_model(self, name: str | None) -> None:
+        served = self._settings.served_model_name
+        if name is not None and name != served:
+            raise NoSuchModelError(name, served)
+
+    async def _model_card(self) -> dict[str, Any]:
+        model = await self.model_info()
+        return {
+            "id": self._settings.served_model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "msaserve",
+            "max_model_len": model.max_model_len,
+        }
+
+
+class Envelope:
+    """Around every request: its id, the API key, errors nobody else answered, and what is counted and logged."""
+
+    def __init__(
+        self, app: ASGIApp, *, settings: GatewaySettings, metrics: ServerMetrics, paths: frozenset[str]
+    ) -> None:
+        self._app = app
+        self._api_key = settings.api_key
+        self._metrics = metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            if self._api_key is not None and scope["path"] not in _OPEN_PATHS:
+                self._check_key(headers)
+            await self._app(scope, receive, send_with_id)
+        except (ClientGoneError, ClientDisconnect):
+            status = 499
+        except Exception as error:
+            if status:
+                raise
+            await error_response(error)(scope, receive, send_with_id)
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        self._metrics.count_http(scope["method"], path, status)
+        if _access_log.isEnabledFor(logging.INFO):
+            milliseconds = (time.perf_counter() - start) * 1000
+            _access_log.info("%s %s %d %.1f ms %s", scope["method"], path, status, milliseconds, request_id)
+
+    def _check_key(self, headers: Headers) -> None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        assert self._api_key is not None
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._api_key.encode()):
+            raise HTTPException(401, "a valid API key is needed: Authorization: Bearer KEY")
+
+
+async def _run(function: Callable[[], T], size: int) -> T:
+    """Run it here when its input is small, in a thread when it is not."""
+    return function() if size <= _THREAD_BYTES else await asyncio.to_thread(function)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code in (404, 405) and not isinstance(error, NoSuchModelError):
+        detail = f"{request.method} {request.url.path}: {error.detail.lower()}"
+        error = HTTPException(error.status_code, detail, dict(error.headers or {}))
+    return error_response(error)
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

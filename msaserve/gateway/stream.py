@@ -1,0 +1,283 @@
+"""Token events in, text out: stop strings, finish reasons, log-probabilities and usage of one HTTP request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+from msaserve.errors import EngineError
+from msaserve.gateway.client import EngineClient
+from msaserve.gateway.tokenizer import IncrementalDetokenizer, Tokenizer
+from msaserve.observe.metrics import ServerMetrics
+from msaserve.types import GenerateRequest, Logprobs, SamplingParams, TokenEvent
+
+
+class ShownToken(NamedTuple):
+    """A token of the text, with its log-probabilities."""
+
+    logprobs: Logprobs
+    offset: int
+    """Where its text begins in the output, in characters."""
+
+
+class Delta(NamedTuple):
+    """What one output gained."""
+
+    text: str
+    tokens: list[ShownToken]
+    """The tokens that are shown with this text; empty unless log-probabilities were asked for."""
+    finish_reason: str | None
+
+
+class StopMatcher:
+    """Finds the first of some stop strings to be complete, one character after the other (Knuth, Morris, Pratt)."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._borders = [_borders(text) for text in stop]
+        self._matched = [0] * len(stop)
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of what was pushed that may begin a stop string."""
+        return max(self._matched)
+
+    def push(self, text: str) -> tuple[int, int] | None:
+        """(characters of text up to the end of the stop string, its length), or None. The longest, if two end there."""
+        for position, char in enumerate(text, start=1):
+            longest = 0
+            for i, stop in enumerate(self._stop):
+                matched = self._matched[i]
+                while matched and stop[matched] != char:
+                    matched = self._borders[i][matched - 1]
+                if stop[matched] == char:
+                    matched += 1
+                if matched == len(stop):
+                    longest = max(longest, matched)
+                    matched = self._borders[i][matched - 1]
+                self._matched[i] = matched
+            if longest:
+                return position, longest
+        return None
+
+
+class OutputText:
+    """One output of a request: its tokens so far, and the text of them that is sure to be shown."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, *, skip_special_tokens: bool = True) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
+        self._min_tokens = sampling.min_tokens
+        self._held = ""
+        self._num_shown_chars = 0
+        self._tokens: deque[tuple[ShownToken, int]] = deque()
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+
+    def push(self, event: TokenEvent) -> Delta | None:
+        """What can be shown now, or None if nothing can. Events after the output has ended are ignored."""
+        if self.finish_reason is not None:
+            return None
+        # The token that ended it is counted and not shown.
+        num_shown = len(event.token_ids) - (event.stop_token_id is not None)
+        shown: list[str] = []
+        for i, token_id in enumerate(event.token_ids):
+            self.num_tokens += 1
+            if i >= num_shown:
+                break
+            start = self._num_shown_chars + len(self._held)
+            text = self._detokenizer.push(token_id)
+            if event.logprobs:
+                end = start + len(text) + self._detokenizer.is_pending
+                self._tokens.append((ShownToken(event.logprobs[i], start), end))
+            if self._take(text, shown):
+                return self._end("".join(shown), "stop", is_cut=True)
+        if event.finish_reason is not None:
+            if self._take(self._detokenizer.flush(), shown):
+                return self._end("".join(shown), "stop", is_cut=True)
+            self._num_shown_chars += len(self._held)
+            return self._end("".join(shown) + self._held, event.finish_reason, is_cut=False)
+        tokens: list[ShownToken] = []
+        while self._tokens and self._tokens[0][1] <= self._num_shown_chars:
+            tokens.append(self._tokens.popleft()[0])
+        return Delta("".join(shown), tokens, None) if shown or tokens else None
+
+    def _take(self, text: str, shown: list[str]) -> bool:
+        """Move text on to `shown` as far as it cannot be part of a stop string; True if one is complete."""
+        if not text:
+            return False
+        if self._matcher is None or self.num_tokens <= self._min_tokens:
+            shown.append(text)
+            self._num_shown_chars += len(text)
+            return False
+        match = self._matcher.push(text)
+        if match is None:
+            text = self._held + text
+            keep = len(text) - self._matcher.num_held
+            self._held = text[keep:]
+        else:
+            end, length = match
+            text = self._held + text[:end]
+            keep = len(text) - length
+            self._held = ""
+        if keep:
+            shown.append(text[:keep])
+            self._num_shown_chars += keep
+        return match is not None
+
+    def _end(self, text: str, reason: str, *, is_cut: bool) -> Delta:
+        self.finish_reason = reason
+        # A token that begins before the cut is shown in part; later ones are not.
+        tokens = [token for token, _ in self._tokens if not is_cut or token.offset < self._num_shown_chars]
+        self._tokens.clear()
+        return Delta(text, tokens, reason)
+
+
+class Generation:
+    """The run of one HTTP request: one or more prompts, n outputs each. Output i of prompt p is choice p · n + i."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        requests: Sequence[GenerateRequest],
+        metrics: ServerMetrics,
+        *,
+        arrival: float,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """requests: one per prompt, all with the same sampling. arrival: on time.perf_counter's clock, in seconds."""
+        sampling = requests[0].sampling
+        self._client = client
+        self._requests = requests
+        self._metrics = metrics
+        self._arrival = arrival
+        self._num_cached_tokens = [0] * len(requests)
+        self.outputs = [
+            OutputText(tokenizer, sampling, skip_special_tokens=skip_special_tokens)
+            for _ in range(len(requests) * sampling.n)
+        ]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request in self._requests)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self._num_cached_tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(output.num_tokens for output in self.outputs)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(choice, what it gained) until every choice has ended. Closing it aborts what still runs.
+
+        Raises:
+            InvalidRequestError, OverloadedError: refused by the engine; before anything is yielded, if there is one prompt.
+            EngineError: a request failed in the engine, or was aborted by someone else than this generator.
+        """
+        num_open = len(self.outputs)
+        first_time = last_time = 0.0
+        last_times = [0.0] * num_open
+        n = self._requests[0].sampling.n
+        async with aclosing(self._events()) as events:
+            async for prompt, event in events:
+                if event.finish_reason in ("error", "abort"):
+                    self._metrics.count_finished(event.finish_reason)
+                    raise EngineError(event.error or "the request was aborted")
+                choice = prompt * n + event.index
+                output = self.outputs[choice]
+                if output.finish_reason is not None:
+                    continue
+                self._num_cached_tokens[prompt] = max(self._num_cached_tokens[prompt], event.num_cached_tokens)
+                if event.token_ids:
+                    last_time = time.perf_counter()
+                    if not first_time:
+                        first_time = last_time
+                        self._metrics.time_to_first_token.observe(last_time - self._arrival)
+                    if last_times[choice]:
+                        seconds = (last_time - last_times[choice]) / len(event.token_ids)
+                        for _ in event.token_ids:
+                            self._metrics.inter_token_latency.observe(seconds)
+                    last_times[choice] = last_time
+                delta = output.push(event)
+                if delta is None:
+                    continue
+                if delta.finish_reason is not None:
+                    num_open -= 1
+                    self._metrics.count_finished(delta.finish_reason)
+                yield choice, delta
+                if not num_open:
+                    break
+        self._observe_end(first_time, last_time)
+
+    def _observe_end(self, first_time: float, last_time: float) -> None:
+        metrics = self._metrics
+        metrics.e2e_request_latency.observe(time.perf_counter() - self._arrival)
+        metrics.request_prompt_tokens.observe(self.num_prompt_tokens)
+        metrics.request_generation_tokens.observe(self.num_output_tokens)
+        num_later = self.num_output_tokens / len(self.outputs) - 1
+        if num_later > 0:
+            metrics.time_per_output_token.observe((last_time - first_time) / num_later)
+
+    async def _events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
+        if len(self._requests) == 1:
+            async with aclosing(_generator(self._client.generate(self._requests[0]))) as events:
+                async for event in events:
+                    yield 0, event
+            return
+        queue: asyncio.Queue[tuple[int, TokenEvent] | BaseException | None] = asyncio.Queue()
+
+        async def read(number: int, request: GenerateRequest) -> None:
+            try:
+                async with aclosing(_generator(self._client.generate(request))) as events:
+                    async for event in events:
+                        queue.put_nowait((number, event))
+            except Exception as error:
+                queue.put_nowait(error)
+            finally:
+                queue.put_nowait(None)
+
+        tasks = [asyncio.create_task(read(i, request)) for i, request in enumerate(self._requests)]
+        try:
+            num_open = len(tasks)
+            while num_open:
+                item = await queue.get()
+                if item is None:
+                    num_open -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _generator(events: AsyncIterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:
+    """Closing this closes `events`, if it can be closed at all."""
+    try:
+        async for event in events:
+            yield event
+    finally:
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+def _borders(text: str) -> list[int]:
+    """For each prefix: the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(text)
+    length = 0
+    for i in range(1, len(text)):
+        while length and text[i] != text[length]:
+            length = borders[length - 1]
+        if text[i] == text[length]:
+            length += 1
+        borders[i] = length
+    return borders

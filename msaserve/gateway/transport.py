@@ -1,0 +1,176 @@
+"""Between ASGI and the endpoints: bodies in, errors and event streams out, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from msaserve.errors import EngineError, InvalidRequestError, OverloadedError
+from msaserve.gateway.openai import ErrorBody
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HEADER_DELAY_SECONDS = 2.0
+"""How long the headers of a stream wait for its first event, so that a refusal still gets its own status."""
+KEEP_ALIVE_SECONDS = 15.0
+"""A stream with nothing to say for this long sends a comment: proxies cut silent connections during long prompts."""
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before the answer was complete. There is nobody to tell."""
+
+
+class NoSuchModelError(HTTPException):
+    """A request for a model that this server does not serve."""
+
+    def __init__(self, name: str, served: str) -> None:
+        super().__init__(404, f"the model {name!r} does not exist; this server serves {served!r}")
+
+
+def error_of(error: BaseException) -> tuple[int, ErrorBody]:
+    """HTTP status and error object for what went wrong."""
+    if isinstance(error, InvalidRequestError):
+        return 400, ErrorBody(str(error), "invalid_request_error", error.param, error.code)
+    if isinstance(error, HTTPException):
+        if isinstance(error, NoSuchModelError):
+            return 404, ErrorBody(error.detail, "invalid_request_error", "model", "model_not_found")
+        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        return error.status_code, ErrorBody(error.detail, kind, code=_CODES.get(error.status_code))
+    if isinstance(error, OverloadedError):
+        return 503, ErrorBody(str(error), "server_error", code="overloaded")
+    if isinstance(error, EngineError):
+        return 500, ErrorBody(str(error), "server_error", code="engine_error")
+    return 500, ErrorBody("internal error; the server's log has the details", "server_error", code="internal_error")
+
+
+_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+def error_response(error: BaseException) -> Response:
+    status, body = error_of(error)
+    if status == 500:
+        _log.error("request failed", exc_info=error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if status == 503:
+        headers["retry-after"] = "1"
+    return Response(body.encode(), status, headers, media_type="application/json")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, at most `limit` bytes of it. Raises HTTPException 413 for more."""
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        # Read on to the end: a client that is still sending does not look at the answer.
+        if size <= limit:
+            chunks.append(chunk)
+        else:
+            chunks.clear()
+    if size > limit:
+        raise HTTPException(413, f"the request body has {size} bytes; at most {limit} are accepted")
+    return b"".join(chunks)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away (the body must have been read).
+
+    Raises:
+        ClientGoneError: it went away first.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """A response of server-sent events; an ASGI application like Starlette's own responses.
+
+    An error before the first event is answered with its own status; a later one ends the stream with an error event.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        """events: the payload of each `data:` line."""
+        self._events = events
+        self._last_sent = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._send_all(scope, receive, send))
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        first = asyncio.ensure_future(anext(self._events, None))
+        try:
+            await asyncio.wait({first}, timeout=HEADER_DELAY_SECONDS)
+            error = first.exception() if first.done() else None
+            if error is not None:
+                await error_response(error)(scope, receive, send)
+                return
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [
+                        (b"content-type", b"text/event-stream; charset=utf-8"),
+                        (b"cache-control", b"no-cache"),
+                        (b"x-accel-buffering", b"no"),
+                    ],
+                }
+            )
+            await self._send_events(first, send)
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+
+    async def _send_events(self, first: asyncio.Future[bytes | None], send: Send) -> None:
+        keep_alive = asyncio.ensure_future(self._keep_alive(send))
+        try:
+            payload = await first
+            while payload is not None:
+                await self._send(send, b"data: " + payload + b"\n\n")
+                payload = await anext(self._events, None)
+        except Exception as error:
+            status, body = error_of(error)
+            if status == 500:
+                _log.error("stream failed", exc_info=error)
+            await self._send(send, b"data: " + body.encode() + b"\n\n")
+        finally:
+            keep_alive.cancel()
+            await asyncio.gather(keep_alive, return_exceptions=True)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        self._last_sent = time.monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _keep_alive(self, send: Send) -> None:
+        self._last_sent = time.monotonic()
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            if time.monotonic() - self._last_sent >= KEEP_ALIVE_SECONDS * 0.9:
+                await self._send(send, b": keep-alive\n\n")
