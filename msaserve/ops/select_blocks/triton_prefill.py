@@ -1,0 +1,332 @@
+"""select_blocks for prefill: scores of a bounded number of query tiles, then an exact top-k of each row.
+
+A tile is BLOCK_Q queries of one request times all index heads: the index-K block, which every head shares, is
+loaded once for all of them. Scores of one chunk of tiles lie in a scratch [tiles, N, rows] that the next chunk reuses.
+The top-k finds each row's k-th largest score with registers alone, then walks the scores again to write the ids.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from msaserve.ops.triton_ragged import _query_tiles_kernel
+
+SCRATCH_BYTES = 128 << 20
+"""Bound on the score scratch of one call (one tile's scores where even those are larger)."""
+
+
+@triton.jit
+def _score_kernel(
+    index_q,
+    index_k,
+    block_table,
+    tiles,
+    scores,
+    first_tile,
+    num_tiles,
+    split_blocks,
+    N,
+    stride_qt,
+    stride_qh,
+    stride_kp,
+    stride_kt,
+    stride_bt,
+    HKV: tl.constexpr,
+    HP: tl.constexpr,
+    DI: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # the last tiles see the most blocks: start with them
+    tile = num_tiles - 1 - tl.program_id(0)
+    split = tl.program_id(1)
+    request = tl.load(tiles + (first_tile + tile) * 4)
+    first = tl.load(tiles + (first_tile + tile) * 4 + 1)
+    stop = tl.load(tiles + (first_tile + tile) * 4 + 2)
+    position = tl.load(tiles + (first_tile + tile) * 4 + 3)
+    last_position = position + stop - first - 1
+    if (stop > first) & (last_position >= 0):
+        ROWS: tl.constexpr = BLOCK_Q * HP
+        row = tl.arange(0, ROWS)
+        token = first + row // HP
+        head = row % HP
+        d = tl.arange(0, DP)
+        live = (token < stop) & (head < HKV)
+        q = tl.load(
+            index_q + token[:, None].to(tl.int64) * stride_qt + head[:, None] * stride_qh + d[None, :],
+            mask=live[:, None] & (d < DI)[None, :],
+            other=0.0,
+        )
+        key = tl.arange(0, BLOCK)
+        k_offsets = d[:, None] + key[None, :] * stride_kt
+        out = scores + tile.to(tl.int64) * N * ROWS + row
+        lo = split * split_blocks
+        hi = tl.minimum(tl.minimum(lo + split_blocks, last_position // BLOCK + 1), N)
+        # blocks that end at or before the tile's first position need no mask
+        whole = tl.minimum(tl.maximum((position + 1) // BLOCK, lo), hi)
+        pages = block_table + request.to(tl.int64) * stride_bt
+        for n in tl.range(lo, whole, num_stages=STAGES):
+            page = tl.load(pages + n).to(tl.int64)
+            k = tl.load(index_k + page * stride_kp + k_offsets, mask=(d < DI)[:, None], other=0.0)
+            s = tl.dot(q, k, input_precision="ieee")
+            tl.store(out + n * ROWS, tl.max(s, 1))
+        visible = position + row // HP
+        for n in tl.range(whole, hi, num_stages=1):
+            page = tl.load(pages + n).to(tl.int64)
+            k = tl.load(index_k + page * stride_kp + k_offsets, mask=(d < DI)[:, None], other=0.0)
+            s = tl.dot(q, k, input_precision="ieee")
+            s = tl.where((n * BLOCK + key)[None, :] <= visible[:, None], s, float("-inf"))
+            tl.store(out + n * ROWS, tl.max(s, 1))
+
+
+@triton.jit
+def _insert(top, x):
+    """Keep the largest of `top` (descending) and x."""
+    kept = ()
+    for i in tl.static_range(len(top)):
+        kept = kept + (tl.maximum(top[i], x),)  # noqa: RUF005 (no unpacking in a kernel)
+        x = tl.minimum(top[i], x)
+    return kept
+
+
+@triton.jit
+def _topk_kernel(
+    scores,
+    tiles,
+    lists,
+    block_ids,
+    first_tile,
+    N,
+    stride_oh,
+    stride_ot,
+    stride_os,
+    HKV: tl.constexpr,
+    HP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TOPK: tl.constexpr,
+    LOCAL: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    R: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    ROWS: tl.constexpr = BLOCK_Q * HP
+    K: tl.constexpr = TOPK - LOCAL  # places that scores decide
+    LOWEST: tl.constexpr = -3.4028234663852886e38  # a visible block whose score is −inf or NaN still beats no block
+    first = tl.load(tiles + (first_tile + tile) * 4 + 1)
+    stop = tl.load(tiles + (first_tile + tile) * 4 + 2)
+    position = tl.load(tiles + (first_tile + tile) * 4 + 3)
+    row = tl.program_id(1) * R + tl.arange(0, R)
+    token = first + row // HP
+    head = row % HP
+    live = (token < stop) & (head < HKV)
+    row_position = position + row // HP
+    visible = tl.where(live & (row_position >= 0), row_position // BLOCK + 1, 0)
+    candidates = tl.maximum(visible - LOCAL, 0)
+    most = tl.max(candidates, 0)
+    out = block_ids + head * stride_oh + token.to(tl.int64) * stride_ot
+    picked = tl.minimum(candidates, K)
+    if most > 0:
+        if K > 0:
+            segment = tl.arange(0, SEGMENTS)
+            per_segment = (most + SEGMENTS * UNROLL - 1) // (SEGMENTS * UNROLL) * UNROLL
+            base = scores + tile.to(tl.int64) * N * ROWS + row[None, :]
+            start = segment[:, None] * per_segment
+            neg = tl.full([SEGMENTS, R], float("-inf"), tl.float32)
+            top = (neg,) * K
+            for i in range(0, per_segment, UNROLL):
+                xs = ()
+                for u in tl.static_range(UNROLL):
+                    n = start + i + u
+                    x = tl.load(base + n * ROWS, mask=n < candidates[None, :], other=float("-inf"))
+                    x = tl.where(n < candidates[None, :], tl.where(x >= LOWEST, x, LOWEST), float("-inf"))
+                    xs = xs + (x,)  # noqa: RUF005
+                for u in tl.static_range(UNROLL):
+                    top = _insert(top, xs[u])
+            if SEGMENTS > 1:
+                # each segment's list through scratch, then every row's k-th largest of all lists
+                program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+                own = lists + program.to(tl.int64) * SEGMENTS * K * R
+                place = segment[:, None] * (K * R) + tl.arange(0, R)[None, :]
+                tl.debug_barrier()
+                for i in tl.static_range(K):
+                    tl.store(own + place + i * R, top[i])
+                tl.debug_barrier()
+                merged = (tl.full([R], float("-inf"), tl.float32),) * K
+                for i in range(SEGMENTS * K):
+                    merged = _insert(merged, tl.load(own + i * R + tl.arange(0, R)))
+                threshold = merged[K - 1]
+                above = tl.zeros([SEGMENTS, R], tl.int32)
+                equal = tl.zeros([SEGMENTS, R], tl.int32)
+                for i in tl.static_range(K):
+                    above += (top[i] > threshold[None, :]).to(tl.int32)
+                    equal += (top[i] == threshold[None, :]).to(tl.int32)
+                ties = K - tl.sum(above, 0)
+                equal_before = tl.minimum(tl.cumsum(equal, 0) - equal, ties[None, :])
+                place = tl.cumsum(above, 0) - above + equal_before
+                ties_left = ties[None, :] - equal_before
+            else:
+                threshold = tl.max(top[K - 1], 0)
+                above = tl.zeros([SEGMENTS, R], tl.int32)
+                for i in tl.static_range(K):
+                    above += (top[i] > threshold[None, :]).to(tl.int32)
+                place = tl.zeros([SEGMENTS, R], tl.int32)
+                ties_left = K - above
+            for i in range(0, per_segment, UNROLL):
+                for u in tl.static_range(UNROLL):
+                    n = start + i + u
+                    x = tl.load(base + n * ROWS, mask=n < candidates[None, :], other=float("-inf"))
+                    x = tl.where(n < candidates[None, :], tl.where(x >= LOWEST, x, LOWEST), float("-inf"))
+                    tie = (x == threshold[None, :]) & (ties_left > 0) & (n < candidates[None, :])
+                    chosen = (x > threshold[None, :]) | tie
+                    tl.store(out[None, :] + place * stride_os, n, mask=chosen)
+                    place += chosen.to(tl.int32)
+                    ties_left -= tie.to(tl.int32)
+    s = tl.arange(0, triton.next_power_of_2(TOPK))
+    forced = candidates[:, None] + s[None, :] - picked[:, None]
+    ids = tl.where(forced < visible[:, None], forced, -1)
+    tl.store(
+        out[:, None] + s[None, :] * stride_os,
+        ids,
+        mask=live[:, None] & (s[None, :] >= picked[:, None]) & (s[None, :] < TOPK),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _split(num_tiles: int, num_blocks: int, num_workers: int) -> int:
+    """Blocks per split of the context, so that the splits of all tiles fill the card in whole waves."""
+    best, best_cost = num_blocks, float("inf")
+    for splits in range(1, max(2, num_blocks // 16 + 1)):
+        blocks = -(-num_blocks // splits)
+        waves = -(-num_tiles * -(-num_blocks // blocks) // num_workers)
+        cost = waves * (blocks + 2.0)
+        if cost < best_cost * 0.99:
+            best, best_cost = blocks, cost
+    return best
+
+
+def num_workers(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; a few for the interpreter."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def scores_tile(
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    tiles: torch.Tensor,
+    scores: torch.Tensor,
+    first_tile: int,
+    num_tiles: int,
+    num_blocks: int,
+    block_q: int,
+) -> None:
+    """Block scores of `num_tiles` query tiles into scores [tiles, num_blocks, block_q * Hkv padded]."""
+    num_heads, dim = index_q.shape[1:]
+    block_size = index_k_cache.shape[1]
+    split_blocks = _split(num_tiles, num_blocks, 2 * num_workers(index_q.device))
+    _score_kernel[(num_tiles, triton.cdiv(num_blocks, split_blocks))](
+        index_q,
+        index_k_cache,
+        block_table,
+        tiles,
+        scores,
+        first_tile,
+        num_tiles,
+        split_blocks,
+        num_blocks,
+        index_q.stride(0),
+        index_q.stride(1),
+        index_k_cache.stride(0),
+        index_k_cache.stride(1),
+        block_table.stride(0),
+        HKV=num_heads,
+        HP=triton.next_power_of_2(num_heads),
+        DI=dim,
+        DP=triton.next_power_of_2(dim),
+        BLOCK=block_size,
+        BLOCK_Q=block_q,
+        STAGES=3,
+        num_warps=8 if block_q * num_heads >= 256 else 4,
+    )
+
+
+def select_blocks(
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    *,
+    topk: int,
+    local_blocks: int = 1,
+    max_query_len: int,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+    score: object = None,
+) -> torch.Tensor:
+    """block_ids [Hkv, T, topk] int32; see the operator's contract. `score` replaces the scoring kernel's launcher."""
+    num_tokens, num_heads, _ = index_q.shape
+    block_size = index_k_cache.shape[1]
+    batch = block_table.shape[0]
+    if out is None:
+        out = torch.empty((num_heads, num_tokens, topk), dtype=torch.int32, device=index_q.device)
+    out.fill_(-1)
+    if num_tokens == 0 or batch == 0 or max_seq_len == 0:
+        return out
+    num_blocks = -(-max_seq_len // block_size)
+    heads_padded = triton.next_power_of_2(num_heads)
+    launch, rows = score if score is not None else (scores_tile, 128)  # type: ignore[misc]
+    block_q = max(1, rows // heads_padded)
+    rows = block_q * heads_padded
+    total_tiles = -(-num_tokens // block_q) + batch - 1
+    tiles = torch.empty((total_tiles, 4), dtype=torch.int32, device=index_q.device)
+    _query_tiles_kernel[(total_tiles,)](
+        cu_query_lens, seq_lens, tiles, total_tiles, batch, BQ=block_q, BLOCK_B=triton.next_power_of_2(batch), num_warps=1
+    )
+    chunk = max(1, min(total_tiles, SCRATCH_BYTES // (num_blocks * rows * 4)))
+    scores = torch.empty((chunk, num_blocks, rows), dtype=torch.float32, device=index_q.device)
+    r = min(32, rows)
+    workers = num_workers(index_q.device)
+    segments = 1
+    while segments < 32 and chunk * (rows // r) * segments < workers * 24 and segments * 16 < num_blocks:
+        segments *= 2
+    lists = torch.empty(
+        (chunk * (rows // r) * segments * max(1, topk - local_blocks) * r if segments > 1 else 1,),
+        dtype=torch.float32,
+        device=index_q.device,
+    )
+    for first_tile in range(0, total_tiles, chunk):
+        count = min(chunk, total_tiles - first_tile)
+        launch(index_q, index_k_cache, block_table, tiles, scores, first_tile, count, num_blocks, block_q)
+        _topk_kernel[(count, rows // r)](
+            scores,
+            tiles,
+            lists,
+            out,
+            first_tile,
+            num_blocks,
+            out.stride(0),
+            out.stride(1),
+            out.stride(2),
+            HKV=num_heads,
+            HP=heads_padded,
+            BLOCK=block_size,
+            BLOCK_Q=block_q,
+            TOPK=topk,
+            LOCAL=min(local_blocks, topk),
+            SEGMENTS=segments,
+            R=r,
+            UNROLL=4,
+            num_warps=segments,
+        )
+    return out

@@ -1,0 +1,223 @@
+"""sparse_attend KV-block-major: a work item loads one block's K and V once and attends with many queries that chose it.
+
+Each (query, block) pair leaves a bf16 partial output and its log-sum-exp; `combine` adds them. Items come from
+`remap.triton.plan`: those of one stretch of the queries and one head run together, so that the gathered queries and
+the pages stay in L2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from msaserve.ops.combine.triton import launch as launch_combine
+from msaserve.ops.ragged import slice_rows
+from msaserve.ops.remap.triton import Plan, plan
+
+PARTIAL_BYTES = 2 << 30
+"""Bound on the partial outputs held at once."""
+
+
+@triton.jit
+def _attend_kernel(
+    q,
+    k_cache,
+    v_cache,
+    entries,
+    items,
+    counts,
+    block_table,
+    seq_lens,
+    cu_query_lens,
+    partial_out,
+    partial_lse,
+    scale_log2,
+    capacity,
+    T,
+    stride_qt,
+    stride_qh,
+    stride_kp,
+    stride_kt,
+    stride_kh,
+    stride_vp,
+    stride_vt,
+    stride_vh,
+    stride_bt,
+    S: tl.constexpr,
+    HKV: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    M: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    region = tl.program_id(1)
+    slot = tl.program_id(0)
+    if slot < tl.load(counts + region):
+        head = region % HKV
+        item = items + (region.to(tl.int64) * capacity + slot) * 4
+        request = tl.load(item)
+        n = tl.load(item + 1)
+        lo = tl.load(item + 2)
+        hi = tl.load(item + 3)
+        page = tl.load(block_table + request.to(tl.int64) * stride_bt + n).to(tl.int64)
+        seq_len = tl.load(seq_lens + request)
+        # position of token t of this batch, counted from the block's first slot
+        shift = seq_len - tl.load(cu_query_lens + request + 1) - n * BLOCK
+        d = tl.arange(0, DP)
+        key = tl.arange(0, BLOCK)
+        filled = seq_len - n * BLOCK
+        k = tl.load(
+            k_cache + page * stride_kp + head * stride_kh + key[None, :] * stride_kt + d[:, None],
+            mask=(d < D)[:, None],
+            other=0.0,
+        )
+        # slots past the sequence may hold NaN, which a weight of 0 would not silence
+        v = tl.load(
+            v_cache + page * stride_vp + head * stride_vh + key[:, None] * stride_vt + d[None, :],
+            mask=(key < filled)[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        lane = tl.arange(0, M)
+        g = lane % GP
+        own = entries + head.to(tl.int64) * T * S
+        for i in tl.range(lo, hi, M // GP, num_stages=STAGES):
+            at = i + lane // GP
+            live = (at < hi) & (g < G)
+            entry = tl.load(own + at, mask=live, other=0)
+            token = entry // S
+            queries = tl.load(
+                q + token[:, None].to(tl.int64) * stride_qt + (head * G + g)[:, None] * stride_qh + d[None, :],
+                mask=live[:, None] & (d < D)[None, :],
+                other=0.0,
+            )
+            s = tl.dot(queries, k, input_precision="ieee")
+            last = tl.where(live, shift + token, BLOCK)
+            if tl.min(last, 0) < BLOCK - 1:
+                s = tl.where(key[None, :] <= last[:, None], s, float("-inf"))
+            top = tl.max(s, 1) * scale_log2
+            p = tl.exp2(s * scale_log2 - top[:, None])
+            total = tl.sum(p, 1)
+            o = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1.0 / total)[:, None]
+            part = (token.to(tl.int64) * HKV + head) * S + entry % S
+            tl.store(
+                partial_out + (part * G + g)[:, None] * D + d[None, :],
+                o.to(partial_out.dtype.element_ty),
+                mask=live[:, None] & (d < D)[None, :],
+            )
+            tl.store(partial_lse + part * G + g, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
+
+
+def attend_items(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    work: Plan,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    *,
+    scale: float,
+    rows: int = 128,
+    stages: int = 1,
+    num_warps: int = 8,
+) -> None:
+    """Partial outputs of every planned (query, block) pair."""
+    num_tokens, num_kv_heads, topk, group, dim = partial_out.shape
+    regions, capacity, _ = work.items.shape
+    _attend_kernel[(capacity, regions)](
+        q,
+        k_cache,
+        v_cache,
+        work.entries,
+        work.items,
+        work.counts,
+        block_table,
+        seq_lens,
+        cu_query_lens,
+        partial_out,
+        partial_lse,
+        scale * math.log2(math.e),
+        capacity,
+        num_tokens,
+        q.stride(0),
+        q.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        v_cache.stride(2),
+        block_table.stride(0),
+        S=topk,
+        HKV=num_kv_heads,
+        G=group,
+        GP=triton.next_power_of_2(group),
+        D=dim,
+        DP=triton.next_power_of_2(dim),
+        BLOCK=k_cache.shape[1],
+        M=max(rows, triton.next_power_of_2(group)),
+        STAGES=stages,
+        num_warps=num_warps,
+    )
+
+
+def parts_of(num_tokens: int, topk: int, num_blocks: int, batch: int) -> int:
+    """Into how many stretches to cut the queries: each block should still find enough of them in a stretch."""
+    if batch != 1:
+        return 1
+    return max(1, min(4, num_tokens // 1024, num_tokens * topk // (max(1, num_blocks) * 48)))
+
+
+def sparse_attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    out: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    item: int = 64,
+    parts: int | None = None,
+) -> torch.Tensor:
+    num_tokens, num_heads, dim = q.shape
+    num_kv_heads, _, topk = block_ids.shape
+    batch, max_blocks = block_table.shape
+    block_size = k_cache.shape[1]
+    group = num_heads // num_kv_heads
+    if out is None:
+        out = torch.empty_like(q)
+    if min(num_tokens, topk, batch, max_blocks) == 0:
+        return out.zero_()
+    per_token = num_heads * topk * (dim * q.element_size() + 4)
+    chunk = max(1, min(num_tokens, PARTIAL_BYTES // per_token))
+    chunk = -(-num_tokens // -(-num_tokens // chunk))
+    partial_out = q.new_empty((chunk, num_kv_heads, topk, group, dim))
+    partial_lse = torch.empty((chunk, num_kv_heads, topk, group), dtype=torch.float32, device=q.device)
+    for first in range(0, num_tokens, chunk):
+        end = min(first + chunk, num_tokens)
+        lens, cu = (seq_lens, cu_query_lens)
+        if end - first < num_tokens:
+            lens, cu = slice_rows(seq_lens, cu_query_lens, first, end)
+        ids = block_ids[:, first:end]
+        stretches = parts_of(end - first, topk, max_blocks, batch) if parts is None else parts
+        work = plan(ids, lens, cu, max_blocks=max_blocks, block_size=block_size, parts=stretches, item=item)
+        some_out, some_lse = partial_out[: end - first], partial_lse[: end - first]
+        attend_items(q[first:end], k_cache, v_cache, work, block_table, lens, cu, some_out, some_lse, scale=scale)
+        launch_combine(
+            some_out, some_lse, out[first:end], None, ids, lens, cu, max_blocks=max_blocks, block_size=block_size
+        )
+    return out

@@ -1,0 +1,44 @@
+"""Where a tile of queries stands in a ragged batch: shared by the Triton kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def query_tile(cu_query_lens, tile, B, BQ: tl.constexpr, BLOCK_B: tl.constexpr):
+    """The tile-th run of at most BQ tokens of one request: (request, first token, the request's first and end token).
+
+    Tiles are numbered request after request; beyond the last one the run is empty (first token = end = 0).
+    """
+    b = tl.arange(0, BLOCK_B)
+    lo = tl.load(cu_query_lens + b, mask=b < B, other=0)
+    hi = tl.load(cu_query_lens + b + 1, mask=b < B, other=0)
+    count = (tl.maximum(hi - lo, 0) + BQ - 1) // BQ
+    end = tl.cumsum(count, 0)
+    here = (tile >= end - count) & (tile < end)
+    request = tl.sum(tl.where(here, b, 0), 0)
+    start = tl.sum(tl.where(here, lo, 0), 0)
+    stop = tl.sum(tl.where(here, hi, 0), 0)
+    first = tl.sum(tl.where(here, lo + (tile - end + count) * BQ, 0), 0)
+    return request, first, start, stop
+
+
+@triton.jit
+def request_of(cu_query_lens, token, B, BLOCK_B: tl.constexpr):
+    """The request a token belongs to (B: none) for a scalar token."""
+    b = tl.arange(0, BLOCK_B)
+    end = tl.load(cu_query_lens + b + 1, mask=b < B, other=2147483647)
+    return tl.sum((end <= token).to(tl.int32), 0)
+
+
+@triton.jit
+def _query_tiles_kernel(cu_query_lens, seq_lens, tiles, num_tiles, B, BQ: tl.constexpr, BLOCK_B: tl.constexpr):
+    tile = tl.program_id(0)
+    request, first, _start, stop = query_tile(cu_query_lens, tile, B, BQ, BLOCK_B)
+    seq_len = tl.load(seq_lens + request)
+    tl.store(tiles + tile * 4, request)
+    tl.store(tiles + tile * 4 + 1, first)
+    tl.store(tiles + tile * 4 + 2, tl.minimum(first + BQ, stop))
+    tl.store(tiles + tile * 4 + 3, seq_len - stop + first)
