@@ -49,8 +49,9 @@ def raw(cache: torch.Tensor) -> torch.Tensor:
 
 
 def read_pages(cache: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """cache[pages] in another dtype: a copy [*pages.shape, *cache.shape[1:]]."""
-    return raw(cache)[pages].view(cache.dtype).to(dtype)
+    """cache[pages] in another dtype: a copy [*pages.shape, *cache.shape[1:]]. index_select copies whole pages."""
+    read = raw(cache).index_select(0, pages.reshape(-1)).view(cache.dtype).to(dtype)
+    return read.view(*pages.shape, *cache.shape[1:])
 
 
 def per_head(scale: torch.Tensor | None, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor | None:

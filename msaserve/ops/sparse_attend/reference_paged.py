@@ -9,8 +9,8 @@ from msaserve.ops.page_table import one_head_view
 from msaserve.ops.page_table.reference import page_table
 from msaserve.ops.ragged import accumulator, per_head, read_pages
 
-TILE_KEYS = 1 << 22
-"""Key elements gathered at once: 16 MiB of float32, and as much for values."""
+TILE_KEYS = 1 << 20
+"""Key elements gathered at once: 4 MiB of float32, and as much for values."""
 
 
 def sparse_attend(
@@ -48,8 +48,11 @@ def sparse_attend(
     for row in range(0, pages.shape[0] if topk else 0, rows_per_tile):
         tile = slice(row, row + rows_per_tile)
         is_visible = tokens < kv_lens[tile, None]
-        keys = read_pages(k_view, pages[tile], dtype).flatten(1, 2).masked_fill_(~is_visible[..., None], 0.0)
-        values = read_pages(v_view, pages[tile], dtype).flatten(1, 2).masked_fill_(~is_visible[..., None], 0.0)
+        keys = read_pages(k_view, pages[tile], dtype).flatten(1, 2)
+        values = read_pages(v_view, pages[tile], dtype).flatten(1, 2)
+        # Neither a weight of 0 nor a mask that is added silences NaN.
+        keys[~is_visible] = 0.0
+        values[~is_visible] = 0.0
         # The group's heads take the place of query tokens: one KV head serves them all.
         result = scaled_dot_product_attention(queries[tile], keys, values, attn_mask=is_visible[:, None], scale=scale)
         attended[tile] = result.masked_fill((kv_lens[tile] == 0)[:, None, None], 0.0)
