@@ -1,0 +1,341 @@
+"""sparse_attend for decode (1 to 8 query tokens a request): the chosen blocks split over programs, then merged.
+
+A program takes some of the pieces (TILE tokens each) that one query token and KV head chose: the heads of the group
+are the M side of the matrix instruction, padded to 16. With one program a row it writes the output, else float32
+partials that `merge_kernel` joins.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# ruff: noqa: N803, N806
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from msaserve.ops.select_blocks.decode_triton import MAX_QUERY_LEN, launch_options, locate, why_not_here
+
+PROGRAMS = 264
+"""Programs aimed at: two on each of a Hopper card's 132 multiprocessors."""
+
+
+@triton.jit
+def attend_pieces(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    ids,
+    table,
+    visible,
+    head,
+    split,
+    q_row,
+    stride_qh,
+    stride_kp,
+    stride_kn,
+    stride_kh,
+    stride_vp,
+    stride_vn,
+    stride_vh,
+    scale_log2,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    S: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Pieces split, split + SPLITS … of the S · BLOCK / TILE that the ids stand for.
+
+    Returns (out [16, D] divided by its sum, lse [16] in base 2; 0 and −inf where nothing is visible).
+    """
+    g = tl.arange(0, 16)
+    d = tl.arange(0, D)
+    offset = tl.arange(0, TILE)
+    q = tl.load(
+        q_ptr + q_row + (head * G + g)[:, None] * stride_qh + d[None, :], mask=(g < G)[:, None], other=0.0
+    )
+    PARTS: tl.constexpr = BLOCK // TILE
+    best = tl.full((16,), float("-inf"), tl.float32)
+    total = tl.zeros((16,), tl.float32)
+    acc = tl.zeros((16, D), tl.float32)
+    for piece in tl.range(split, S * PARTS, SPLITS, num_stages=STAGES):
+        n = tl.load(ids + piece // PARTS)
+        start = n * BLOCK + (piece % PARTS) * TILE
+        # An id out of range sees nothing and reads the request's first page number only.
+        seen = tl.where((n >= 0) & (start < visible), visible - start, 0)
+        page = tl.load(table + tl.where(seen > 0, n, 0)).to(tl.int64)
+        row = (piece % PARTS) * TILE + offset
+        is_seen = offset < seen
+        k = tl.load(
+            k_ptr + page * stride_kp + head * stride_kh + row[None, :] * stride_kn + d[:, None],
+            mask=is_seen[None, :],
+            other=0.0,
+        )
+        v = tl.load(
+            v_ptr + page * stride_vp + head * stride_vh + row[:, None] * stride_vn + d[None, :],
+            mask=is_seen[:, None],
+            other=0.0,
+        )
+        s = tl.dot(q, k.to(q.dtype)) * scale_log2
+        s = tl.where(is_seen[None, :], s, float("-inf"))
+        higher = tl.maximum(best, tl.max(s, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(s - base[:, None])
+        fade = tl.exp2(best - base)
+        total = total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
+        best = higher
+    is_empty = total == 0.0
+    acc = acc / tl.where(is_empty, 1.0, total)[:, None]
+    return acc, tl.where(is_empty, float("-inf"), best + tl.log2(total))
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    block_ids,
+    block_table,
+    seq_lens,
+    cu_query_lens,
+    out,
+    partial_out,
+    partial_lse,
+    k_scale,
+    v_scale,
+    num_requests,
+    scale_log2,
+    stride_qt,
+    stride_qh,
+    stride_kp,
+    stride_kn,
+    stride_kh,
+    stride_vp,
+    stride_vn,
+    stride_vh,
+    stride_ih,
+    stride_it,
+    stride_b,
+    stride_ot,
+    stride_oh,
+    stride_ks,
+    stride_vs,
+    BP: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    S: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCALED_K: tl.constexpr,
+    SCALED_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Split program_id(0) of KV head program_id(1) and query token program_id(2)."""
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    t = tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    request, visible = locate(cu_query_lens, seq_lens, t, num_requests, BP)
+    row = t.to(tl.int64)
+    if SCALED_K:
+        scale_log2 *= tl.load(k_scale + head * stride_ks)
+    acc, lse = attend_pieces(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        block_ids + head * stride_ih + row * stride_it,
+        block_table + request * stride_b,
+        visible,
+        head,
+        split,
+        row * stride_qt,
+        stride_qh,
+        stride_kp,
+        stride_kn,
+        stride_kh,
+        stride_vp,
+        stride_vn,
+        stride_vh,
+        scale_log2,
+        G,
+        D,
+        BLOCK,
+        TILE,
+        S,
+        SPLITS,
+        STAGES,
+    )
+    if SCALED_V:
+        acc *= tl.load(v_scale + head * stride_vs)
+    g = tl.arange(0, 16)
+    d = tl.arange(0, D)
+    if SPLITS == 1:
+        to = out + row * stride_ot + (head * G + g)[:, None] * stride_oh + d[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=(g < G)[:, None])
+    else:
+        part = ((row * tl.num_programs(1) + head) * SPLITS + split) * G + g
+        tl.store(partial_out + part[:, None] * D + d[None, :], acc, mask=(g < G)[:, None])
+        tl.store(partial_lse + part, lse, mask=g < G)
+
+
+@triton.jit
+def merge_kernel(
+    partial_out,
+    partial_lse,
+    out,
+    stride_ot,
+    stride_oh,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Query head program_id(0) of query token program_id(1): its partials weighed by their sums."""
+    query_head = tl.program_id(0)
+    t = tl.program_id(1).to(tl.int64)
+    num_kv_heads = tl.num_programs(0) // G
+    split = tl.arange(0, SPLITS)
+    d = tl.arange(0, D)
+    part = ((t * num_kv_heads + query_head // G) * SPLITS + split) * G + query_head % G
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    lse = tl.load(partial_lse + part)
+    acc = tl.load(partial_out + part[:, None] * D + d[None, :])
+    best = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(best == float("-inf"), 0.0, best))
+    total = tl.sum(weight, 0)
+    merged = tl.sum(acc * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + t * stride_ot + query_head * stride_oh + d, merged.to(out.dtype.element_ty))
+
+
+def why_not(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    *,
+    max_query_len: int,
+    **_: object,
+) -> str | None:
+    """None if `sparse_attend` serves these arguments, else the reason."""
+    if max_query_len > MAX_QUERY_LEN:
+        return f"max_query_len = {max_query_len} is over {MAX_QUERY_LEN}"
+    if q.shape[1] // k_cache.shape[2] > 16:
+        return f"{q.shape[1] // k_cache.shape[2]} query heads to a KV head are more than 16"
+    if q.shape[2] not in (64, 128) or k_cache.shape[1] not in (64, 128):
+        return f"head dim {q.shape[2]} and block size {k_cache.shape[1]} must be 64 or 128"
+    if block_ids.shape[2] > 64:
+        return f"{block_ids.shape[2]} blocks a query are more than 64"
+    if min(q.shape[0], block_ids.shape[2], block_table.numel()) == 0:
+        return "nothing to attend to"
+    if q.stride(-1) != 1 or block_ids.stride(-1) != 1 or block_table.stride(-1) != 1:
+        return "the last dimensions of q, block_ids and block_table must be contiguous"
+    return why_not_here(q)
+
+
+def sparse_attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    out: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    splits: int | None = None,
+    tile: int | None = None,
+    stages: int = 3,
+    warps: int = 4,
+) -> torch.Tensor:
+    """The splits depend on shapes only: a row has the same bits in every batch that is split alike."""
+    num_rows, num_heads, dim = q.shape
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    topk = block_ids.shape[2]
+    tile = tile or block_size
+    pieces = topk * (block_size // tile)
+    if splits is None:
+        splits = max(1, min(pieces, PROGRAMS // (num_rows * num_kv_heads)))
+    splits = 1 << (splits.bit_length() - 1)
+    if out is None:
+        out = torch.empty_like(q)
+    partial_out, partial_lse = out, out
+    if splits > 1:
+        shape = (num_rows, num_kv_heads, splits, group)
+        partial_out = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    options = launch_options(q)
+    attend_kernel[(splits, num_kv_heads, num_rows)](
+        q,
+        k_cache,
+        v_cache,
+        block_ids,
+        block_table,
+        seq_lens,
+        cu_query_lens,
+        out,
+        partial_out,
+        partial_lse,
+        k_scale,
+        v_scale,
+        seq_lens.shape[0],
+        scale * 1.4426950408889634,
+        q.stride(0),
+        q.stride(1),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_ids.stride(0),
+        block_ids.stride(1),
+        block_table.stride(0),
+        out.stride(0),
+        out.stride(1),
+        head_step(k_scale),
+        head_step(v_scale),
+        BP=triton.next_power_of_2(seq_lens.shape[0]),
+        G=group,
+        D=dim,
+        BLOCK=block_size,
+        TILE=tile,
+        S=topk,
+        SPLITS=splits,
+        STAGES=stages,
+        SCALED_K=k_scale is not None,
+        SCALED_V=v_scale is not None,
+        num_warps=warps,
+        **options,
+    )
+    if splits > 1:
+        merge_kernel[(num_heads, num_rows)](
+            partial_out,
+            partial_lse,
+            out,
+            out.stride(0),
+            out.stride(1),
+            G=group,
+            D=dim,
+            SPLITS=splits,
+            num_warps=2,
+            **options,
+        )
+    return out
+
+
+def head_step(scale: torch.Tensor | None) -> int:
+    """Elements from one KV head's scale to the next: 0 for a scalar."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
