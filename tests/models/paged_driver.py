@@ -32,7 +32,7 @@ def make_cache(model: MiniMaxM3, num_pages: int) -> KVCache:
 
 
 @dataclass
-class Sequence_:
+class Request:
     """One request's tokens, its pages and how many of its tokens are cached."""
 
     token_ids: torch.Tensor
@@ -57,13 +57,13 @@ class Driver:
         self.free = list(range(1, num_blocks + 4))
         random.Random(self.seed).shuffle(self.free)
 
-    def add(self, token_ids: torch.Tensor) -> Sequence_:
+    def add(self, token_ids: torch.Tensor) -> Request:
         num_blocks = -(-len(token_ids) // self.model.config.text.block_size)
-        return Sequence_(token_ids.long(), [self.free.pop() for _ in range(num_blocks)])
+        return Request(token_ids.long(), [self.free.pop() for _ in range(num_blocks)])
 
     def step(
         self,
-        rows: Sequence[tuple[Sequence_, int]],
+        rows: Sequence[tuple[Request, int]],
         *,
         media: tuple[torch.Tensor, torch.Tensor] | None = None,
         observer: Observer | None = None,
