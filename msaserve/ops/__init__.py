@@ -12,6 +12,7 @@ last dimension. Every operator takes `impl`: None is the best that works here, a
 from msaserve.ops.combine import combine
 from msaserve.ops.dense_attend import dense_attend
 from msaserve.ops.index_score import index_score
+from msaserve.ops.msa import msa_attend
 from msaserve.ops.page_table import one_head_view, page_table
 from msaserve.ops.remap import BlockQueries, remap
 from msaserve.ops.select_blocks import select_blocks
@@ -24,6 +25,7 @@ __all__ = [
     "combine",
     "dense_attend",
     "index_score",
+    "msa_attend",
     "one_head_view",
     "page_table",
     "remap",

@@ -1,0 +1,305 @@
+"""Named cases for tests and benchmarks: a batch, its caches and its selection, on any device and in any dtype.
+
+Slots that hold no token are NaN in every cache, pages are shuffled, and page 0 belongs to no request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Layout = Literal["token_major", "vllm", "far"]
+IndexValues = Literal["normal", "integers", "equal", "special"]
+Selection = Literal["random", "equal", "holes", "out_of_range"]
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""The relative error allowed between an implementation and a float64 oracle over the same inputs."""
+
+FAR_PAGE_STRIDE = (1 << 30) + 4096
+"""Elements between pages of the "far" layout: page 2 begins past 2^31."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseSpec:
+    """What a batch looks like.
+
+    requests: (query_len, seq_len) of each; seq_len 0 is a padding request, whatever its query_len.
+    tail_rows: rows of queries after the last request's.
+    layout: of the K and V caches. "token_major" is contiguous [P, block, Hkv, D]; "vllm" is two views of one
+        [P, Hkv, block, 2D]; "far" has FAR_PAGE_STRIDE between pages, of the index cache too.
+    index_values: "integers" are small, so that scores are exact in any dtype and order and often equal; "equal"
+        makes all scores equal; "special" plants infinite and NaN keys among integers.
+    """
+
+    name: str
+    requests: tuple[tuple[int, int], ...]
+    num_kv_heads: int = 2
+    group: int = 4
+    head_dim: int = 32
+    index_dim: int = 16
+    block_size: int = 16
+    topk: int = 4
+    local_blocks: int = 1
+    tail_rows: int = 0
+    layout: Layout = "token_major"
+    index_values: IndexValues = "integers"
+
+    @property
+    def max_query_len(self) -> int:
+        return max((query_len for query_len, _ in self.requests), default=0)
+
+    @property
+    def max_seq_len(self) -> int:
+        return max((seq_len for _, seq_len in self.requests), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A CaseSpec's tensors, named and shaped as the operators take them.
+
+    k, v and index_k are the new tokens', as the caches already hold them unless the case was built empty.
+    """
+
+    spec: CaseSpec
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    index_q: torch.Tensor
+    index_k: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    index_k_cache: torch.Tensor
+    slots: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_query_lens: torch.Tensor
+    generator: torch.Generator
+
+    @property
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(block_table, seq_lens, cu_query_lens), the arguments most operators end with."""
+        return self.block_table, self.seq_lens, self.cu_query_lens
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """max_query_len and max_seq_len."""
+        return {"max_query_len": self.spec.max_query_len, "max_seq_len": self.spec.max_seq_len}
+
+    @property
+    def selection_options(self) -> dict[str, int]:
+        """What select_blocks takes besides tensors."""
+        return {"topk": self.spec.topk, "local_blocks": self.spec.local_blocks, **self.bounds}
+
+
+SMALL_CASES = (
+    CaseSpec(name="ragged", requests=((5, 37), (1, 90), (7, 7), (1, 1), (3, 66))),
+    CaseSpec(name="decode", requests=((1, 95), (1, 16), (1, 17), (1, 15), (1, 1))),
+    CaseSpec(name="contexts_around_a_block", requests=((1, 1), (15, 15), (16, 16), (17, 17), (1, 33))),
+    CaseSpec(name="chunk_inside_a_block", requests=((6, 57), (9, 41), (20, 52))),
+    CaseSpec(name="fewer_blocks_than_topk", requests=((4, 20), (1, 40), (3, 3)), topk=8),
+    CaseSpec(name="padding", requests=((2, 50), (0, 0), (1, 0), (1, 33), (3, 0), (0, 0)), tail_rows=4),
+    CaseSpec(name="nothing_but_padding", requests=((0, 0), (2, 0)), tail_rows=2),
+    CaseSpec(name="all_ties", requests=((3, 95), (18, 130)), index_values="equal"),
+    CaseSpec(name="special_keys", requests=((6, 95), (1, 150)), index_values="special"),
+    CaseSpec(name="normal_scores", requests=((6, 95), (1, 150)), index_values="normal"),
+    CaseSpec(name="local_blocks_2", requests=((5, 95), (1, 150), (2, 20), (3, 3)), local_blocks=2),
+    CaseSpec(name="vllm_layout", requests=((5, 95), (1, 40)), layout="vllm"),
+    CaseSpec(name="group_1", requests=((5, 95), (1, 40)), num_kv_heads=3, group=1),
+    CaseSpec(name="group_16", requests=((3, 95), (1, 40)), num_kv_heads=1, group=16, head_dim=16),
+    CaseSpec(name="index_dim_differs", requests=((5, 95),), head_dim=16, index_dim=64),
+    CaseSpec(name="block_64", requests=((3, 200), (1, 65)), block_size=64, topk=2),
+    CaseSpec(name="block_128", requests=((3, 400), (1, 128), (1, 129)), block_size=128, topk=2),
+    CaseSpec(name="topk_64", requests=((2, 1100), (1, 300)), topk=64, num_kv_heads=1, group=2, head_dim=16),
+    CaseSpec(name="topk_1", requests=((3, 95), (1, 16)), topk=1),
+)
+"""Cases a token-by-token oracle can follow; between them every corner the contracts name."""
+
+FAR_CASE = CaseSpec(name="far_pages", requests=((2, 30),), layout="far", topk=2)
+"""Needs gigabytes of address space, of which it touches kilobytes on a CPU; a GPU must have the memory."""
+
+
+def m3_spec(name: str, requests: tuple[tuple[int, int], ...], **changes: Any) -> CaseSpec:
+    """A CaseSpec of MiniMax-M3's shapes: 4 KV heads of 128 with 16 query heads each, 16 of the blocks of 128."""
+    shapes = {
+        "num_kv_heads": 4,
+        "group": 16,
+        "head_dim": 128,
+        "index_dim": 128,
+        "block_size": 128,
+        "topk": 16,
+        "index_values": "normal",
+    }
+    return CaseSpec(name=name, requests=requests, **{**shapes, **changes})
+
+
+def build(
+    spec: CaseSpec,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    cache_dtype: torch.dtype | None = None,
+    seed: int = 0,
+    is_stored: bool = True,
+) -> Case:
+    """The tensors of a case: the same for the same spec, seed, dtypes and device.
+
+    Args:
+        dtype: of the queries and the new tokens' keys and values.
+        cache_dtype: of the caches; None is dtype.
+        is_stored: whether the caches hold the new tokens; else their slots are NaN too, for store_kv to fill.
+    """
+    cache_dtype = cache_dtype or dtype
+    generator = torch.Generator(device).manual_seed(seed)
+    query_lens = torch.tensor([query_len for query_len, _ in spec.requests], dtype=torch.int64)
+    seq_lens = torch.tensor([seq_len for _, seq_len in spec.requests], dtype=torch.int64)
+    num_rows = int(query_lens.sum()) + spec.tail_rows
+    block_table, num_pages = _pages(spec, seq_lens, spec.block_size, seed)
+    slots, is_used, is_new = _slots(spec, block_table, num_pages, num_rows)
+    is_held = (is_used if is_stored else is_used & ~is_new).to(device)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    page_shape = (num_pages, spec.block_size)
+    kv_shape = (*page_shape, spec.num_kv_heads, spec.head_dim)
+    k_pages, v_pages = randn(*kv_shape).to(cache_dtype), randn(*kv_shape).to(cache_dtype)
+    index_q, index_pages = _index(spec, num_rows, page_shape, generator, torch.device(device))
+    index_pages = index_pages.to(dtype).to(cache_dtype)
+    slots = slots.to(device)
+    new = slots.clamp(min=0)
+    k, v = k_pages.flatten(0, 1)[new].to(dtype), v_pages.flatten(0, 1)[new].to(dtype)
+    index_k = index_pages.flatten(0, 1)[new].to(dtype)
+    k_cache, v_cache, index_k_cache = _lay_out(spec.layout, k_pages, v_pages, index_pages, is_held)
+    return Case(
+        spec=spec,
+        q=randn(num_rows, spec.num_kv_heads * spec.group, spec.head_dim),
+        k=k,
+        v=v,
+        index_q=index_q.to(dtype),
+        index_k=index_k,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        index_k_cache=index_k_cache,
+        slots=slots,
+        block_table=block_table.int().to(device),
+        seq_lens=seq_lens.int().to(device),
+        cu_query_lens=torch.cat([query_lens.new_zeros(1), query_lens.cumsum(0)]).int().to(device),
+        generator=generator,
+    )
+
+
+def _pages(spec: CaseSpec, seq_lens: torch.Tensor, block_size: int, seed: int) -> tuple[torch.Tensor, int]:
+    """(block_table [B, max_blocks], number of pages): shuffled, some of no request, 0 beyond a request's last."""
+    num_blocks = (seq_lens + block_size - 1) // block_size
+    # The far layout pays address space for each page.
+    num_spare = 0 if spec.layout == "far" else 3
+    num_pages = 1 + int(num_blocks.sum()) + num_spare
+    free = (torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    width = int(num_blocks.max()) + 2 if len(seq_lens) else 0
+    block_table = torch.zeros((len(seq_lens), width), dtype=torch.int64)
+    for request, count in enumerate(num_blocks.tolist()):
+        block_table[request, :count] = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int64)
+    return block_table, num_pages
+
+
+def _slots(
+    spec: CaseSpec, block_table: torch.Tensor, num_pages: int, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(slots [T], which slots hold a token, which hold a new one), the latter two [P, block]."""
+    slots = torch.full((num_rows,), -1, dtype=torch.int64)
+    is_used = torch.zeros(num_pages * spec.block_size, dtype=torch.bool)
+    is_new = is_used.clone()
+    row = 0
+    for request, (query_len, seq_len) in enumerate(spec.requests):
+        tokens = torch.arange(seq_len)
+        held = block_table[request, tokens // spec.block_size] * spec.block_size + tokens % spec.block_size
+        is_used[held] = True
+        if seq_len:
+            assert query_len <= seq_len
+            new = held[seq_len - query_len :]
+            slots[row : row + query_len] = new
+            is_new[new] = True
+        row += query_len
+    return slots, is_used.view(-1, spec.block_size), is_new.view(-1, spec.block_size)
+
+
+def _index(
+    spec: CaseSpec, num_rows: int, page_shape: tuple[int, int], generator: torch.Generator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index_q [T, Hkv, Di], index keys [P, block, Di]) in float32."""
+    shapes = (num_rows, spec.num_kv_heads, spec.index_dim), (*page_shape, spec.index_dim)
+    index_q, index_k = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
+    if spec.index_values == "normal":
+        return index_q, index_k
+    index_q, index_k = index_q.mul(2).round().clamp(-3, 3), index_k.mul(2).round().clamp(-3, 3)
+    if spec.index_values == "equal":
+        index_k = torch.ones_like(index_k)
+    if spec.index_values == "special":
+        kinds = torch.randint(0, 12, page_shape, generator=generator, device=device)
+        for kind, value in enumerate((torch.inf, -torch.inf, torch.nan)):
+            # One channel: a product with 0 is NaN, with others infinite.
+            index_k[..., 0] = torch.where(kinds == kind, value, index_k[..., 0])
+        # Whole blocks whose every score is −inf are visible all the same.
+        index_k[::4] = torch.nan
+    return index_q, index_k
+
+
+def _lay_out(
+    layout: Layout, k_pages: torch.Tensor, v_pages: torch.Tensor, index_pages: torch.Tensor, is_held: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The caches, NaN where nothing is held."""
+    pages = [_poison(plane, is_held) for plane in (k_pages, v_pages, index_pages)]
+    if layout == "token_major":
+        return pages[0], pages[1], pages[2]
+    if layout == "vllm":
+        both = torch.cat(pages[:2], dim=-1).transpose(1, 2).contiguous().transpose(1, 2)
+        dim = k_pages.shape[-1]
+        return both[..., :dim], both[..., dim:], pages[2]
+    far = []
+    for plane in pages:
+        size = (plane.shape[0] - 1) * FAR_PAGE_STRIDE + plane[0].numel()
+        storage = torch.empty(size, dtype=plane.dtype, device=plane.device)
+        far.append(storage.as_strided(plane.shape, (FAR_PAGE_STRIDE, *plane.stride()[1:])).copy_(plane))
+    return far[0], far[1], far[2]
+
+
+def _poison(pages: torch.Tensor, is_held: torch.Tensor) -> torch.Tensor:
+    mask = is_held.view(*is_held.shape, *[1] * (pages.dim() - 2))
+    return torch.where(mask, pages.to(torch.promote_types(pages.dtype, torch.float32)), torch.nan).to(pages.dtype)
+
+
+def select(case: Case, kind: Selection = "random") -> torch.Tensor:
+    """block_ids [Hkv, T, S] of a case, made without scores; the own block is always among them.
+
+    "random": each query's own choice; "equal": all queries prefer the same low blocks; "holes": random with −1
+    among valid ids; "out_of_range": random with ids beyond the request's blocks and beyond block_table.
+    """
+    spec = case.spec
+    num_rows, max_blocks = case.q.shape[0], case.block_table.shape[1]
+    block_ids = torch.full((spec.num_kv_heads, num_rows, spec.topk), -1, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(1)
+    row = 0
+    for query_len, seq_len in spec.requests:
+        for token in range(query_len):
+            own = (seq_len - query_len + token) // spec.block_size
+            for head in range(spec.num_kv_heads if seq_len else 0):
+                before = torch.arange(own) if kind == "equal" else torch.randperm(own, generator=generator)
+                ids = torch.cat([torch.tensor([own]), before])[: spec.topk].tolist()
+                if kind == "holes":
+                    # Every other place, so a block may lose its place but never the own one.
+                    ids = [ids[place // 2] if place % 2 else -1 for place in range(min(2 * len(ids), spec.topk))]
+                    ids = ids if spec.topk > 1 else [own]
+                if kind == "out_of_range":
+                    ids = [*ids, own + 1, max_blocks, max_blocks + 7, 1 << 20][: spec.topk]
+                block_ids[head, row + token, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        row += query_len
+    return block_ids.to(case.q.device)
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """‖out − reference‖ / ‖reference‖ in float64; ‖out‖ where the reference is all zeros, NaN if either has one."""
+    expected = reference.double()
+    norm = float(expected.norm())
+    return float((out.double() - expected).norm()) / (norm or 1.0)
