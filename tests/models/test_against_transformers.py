@@ -72,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=CASES.values(), ids=list(CASES))
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     """transformers' model with random weights that matter everywhere, and the checkpoint it wrote."""
-    from transformers.models.minimax_m3_vl import MiniMaxM3VLConfig, MiniMaxM3SparseForConditionalGeneration
+    from transformers.models.minimax_m3_vl import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig
 
     changes = dict(request.param)
     vision = dict(VISION, hidden_size=2 * changes.pop("vision_heads", 20))
