@@ -178,7 +178,7 @@ class Generation:
         """(choice, what it gained) until every choice has ended. Closing it aborts what still runs.
 
         Raises:
-            InvalidRequestError, OverloadedError: refused by the engine; before anything is yielded, if there is one prompt.
+            InvalidRequestError, OverloadedError: refused by the engine; before any delta, if there is one prompt.
             EngineError: a request failed in the engine, or was aborted by someone else than this generator.
         """
         num_open = len(self.outputs)
