@@ -96,4 +96,5 @@ class SparseMoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         expert_ids, weights = self.router(x)
         routed: torch.Tensor = self.experts(x, expert_ids, weights)
-        return (routed * self.routed_scaling_factor + self.shared_experts(x)).to(x.dtype)
+        shared: torch.Tensor = self.shared_experts(x)
+        return (routed * self.routed_scaling_factor + shared).to(x.dtype)

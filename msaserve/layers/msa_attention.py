@@ -55,13 +55,12 @@ class MsaAttention(nn.Module):
         observer: Observer | None = None,
     ) -> torch.Tensor:
         """x [T, hidden] → [T, hidden]. Stores this step's K, V and index-K in the cache."""
-        head_dim = self.config.head_dim
-        projected = dict(
-            zip(self.projection_sizes, self.in_proj(x).split(list(self.projection_sizes.values()), dim=-1), strict=True)
-        )
-        q = rotate(self.q_norm(projected["q"].unflatten(-1, (-1, head_dim))), rotation)
-        k = rotate(self.k_norm(projected["k"].unflatten(-1, (-1, head_dim))), rotation)
-        v = projected["v"].unflatten(-1, (-1, head_dim))
+        heads = (x.shape[0], -1, self.config.head_dim)
+        parts = torch.split(self.in_proj(x), list(self.projection_sizes.values()), dim=-1)
+        projected = dict(zip(self.projection_sizes, parts, strict=True))
+        q = rotate(self.q_norm(projected["q"].view(heads)), rotation)
+        k = rotate(self.k_norm(projected["k"].view(heads)), rotation)
+        v = projected["v"].view(heads)
         if self.is_sparse:
             index_q, index_k = self._index(projected["index_q"], projected["index_k"], rotation)
             out = self._attend_sparse(q, k, v, index_q, index_k, batch, cache, attend_impl, observer)
@@ -75,7 +74,7 @@ class MsaAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """index_q [T, Hkv, Di] and index_k [T, Di], normalised and rotated."""
         config = self.config
-        index_q = rotate(self.index_q_norm(index_q.unflatten(-1, (-1, config.index_dim))), rotation)
+        index_q = rotate(self.index_q_norm(index_q.view(index_q.shape[0], -1, config.index_dim)), rotation)
         index_k = rotate(self.index_k_norm(index_k[:, None]), rotation)
         if config.num_index_heads < config.num_kv_heads:
             index_q = index_q.repeat_interleave(config.num_kv_heads // config.num_index_heads, dim=1)

@@ -100,7 +100,7 @@ def _decoder_layer(prefix: str, layer: DecoderLayer) -> Destinations:
 
 
 def _attention(prefix: str, attention: MsaAttention) -> Destinations:
-    parts = attention.in_proj.weight.split(list(attention.projection_sizes.values()))
+    parts = torch.split(attention.in_proj.weight, list(attention.projection_sizes.values()))
     for name, part in zip(attention.projection_sizes, parts, strict=True):
         yield f"{prefix}.{name}_proj.weight", part
     yield f"{prefix}.o_proj.weight", attention.o_proj.weight
@@ -133,7 +133,7 @@ def _vision(vision: MiniMaxM3Vision) -> Destinations:
     tower, config = "vision_tower.vision_model", vision.config
     # Stored as a convolution's kernel; a patch is flattened in the same order.
     kernel = (config.num_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-    yield f"{tower}.embeddings.patch_embedding.weight", vision.patch_embedding.weight.unflatten(1, kernel)
+    yield f"{tower}.embeddings.patch_embedding.weight", vision.patch_embedding.weight.view(-1, *kernel)
     yield f"{tower}.pre_layrnorm.weight", vision.pre_norm.weight
     yield f"{tower}.pre_layrnorm.bias", vision.pre_norm.bias
     for i, layer in enumerate(vision.layers):

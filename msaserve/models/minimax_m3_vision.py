@@ -26,7 +26,7 @@ class VisionAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: CosSin, row_lens: list[int]) -> torch.Tensor:
         """x [N, hidden], row_lens: patches of each grid row, Σ = N → [N, hidden]."""
-        qkv = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1))
+        qkv = self.qkv_proj(x).view(x.shape[0], 3, self.num_heads, -1)
         q, k, v = rotate(qkv[:, 0], rotation), rotate(qkv[:, 1], rotation), qkv[:, 2]
         rows = [
             F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in row))[0].transpose(0, 1)
