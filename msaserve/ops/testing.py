@@ -267,7 +267,9 @@ def _lay_out(
 
 def _poison(pages: torch.Tensor, is_held: torch.Tensor) -> torch.Tensor:
     mask = is_held.view(*is_held.shape, *[1] * (pages.dim() - 2))
-    return torch.where(mask, pages.to(torch.promote_types(pages.dtype, torch.float32)), torch.nan).to(pages.dtype)
+    # torch selects no 8-bit floats.
+    wide = pages.float() if pages.itemsize == 1 else pages
+    return torch.where(mask, wide, torch.nan).to(pages.dtype)
 
 
 def select(case: Case, kind: Selection = "random") -> torch.Tensor:
