@@ -15,5 +15,10 @@ def log_level() -> str:
     return os.environ.get("MSASERVE_LOG_LEVEL", "INFO").upper()
 
 
+def api_key() -> str | None:
+    """MSASERVE_API_KEY (default none): the key the server asks for, when the command line names none."""
+    return os.environ.get("MSASERVE_API_KEY") or None
+
+
 def _is_true(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() in {"1", "true", "yes", "on"}

@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from msaserve.errors import EngineError
 from msaserve.gateway.client import EngineClient
 from msaserve.gateway.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -153,18 +155,18 @@ class Generation:
         """requests: one per prompt, all with the same sampling. arrival: on time.perf_counter's clock, in seconds."""
         sampling = requests[0].sampling
         self._client = client
-        self._requests = requests
         self._metrics = metrics
         self._arrival = arrival
+        self._n = sampling.n
+        self.num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self._num_cached_tokens = [0] * len(requests)
+        # A stop string ends one output and not its siblings: each needs a stream that can be closed.
+        self._requests = [one for request in requests for one in _split(request)] if sampling.stop else requests
+        self._readers: list[asyncio.Task[None]] = []
         self.outputs = [
             OutputText(tokenizer, sampling, skip_special_tokens=skip_special_tokens)
             for _ in range(len(requests) * sampling.n)
         ]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(request.prompt_token_ids) for request in self._requests)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -186,14 +188,15 @@ class Generation:
         last_times = [0.0] * num_open
         n = self._requests[0].sampling.n
         async with aclosing(self._events()) as events:
-            async for prompt, event in events:
+            async for number, event in events:
                 if event.finish_reason in ("error", "abort"):
                     self._metrics.count_finished(event.finish_reason)
                     raise EngineError(event.error or "the request was aborted")
-                choice = prompt * n + event.index
+                choice = number * n + event.index
                 output = self.outputs[choice]
                 if output.finish_reason is not None:
                     continue
+                prompt = choice // self._n
                 self._num_cached_tokens[prompt] = max(self._num_cached_tokens[prompt], event.num_cached_tokens)
                 if event.token_ids:
                     last_time = time.perf_counter()
@@ -211,6 +214,8 @@ class Generation:
                 if delta.finish_reason is not None:
                     num_open -= 1
                     self._metrics.count_finished(delta.finish_reason)
+                    if self._readers and n == 1:
+                        self._readers[number].cancel()
                 yield choice, delta
                 if not num_open:
                     break
@@ -243,9 +248,9 @@ class Generation:
             finally:
                 queue.put_nowait(None)
 
-        tasks = [asyncio.create_task(read(i, request)) for i, request in enumerate(self._requests)]
+        self._readers = [asyncio.create_task(read(i, request)) for i, request in enumerate(self._requests)]
         try:
-            num_open = len(tasks)
+            num_open = len(self._readers)
             while num_open:
                 item = await queue.get()
                 if item is None:
@@ -255,9 +260,9 @@ class Generation:
                 else:
                     yield item
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for reader in self._readers:
+                reader.cancel()
+            await asyncio.gather(*self._readers, return_exceptions=True)
 
 
 async def _generator(events: AsyncIterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:
@@ -268,6 +273,18 @@ async def _generator(events: AsyncIterator[TokenEvent]) -> AsyncGenerator[TokenE
     finally:
         if isinstance(events, AsyncGenerator):
             await events.aclose()
+
+
+def _split(request: GenerateRequest) -> list[GenerateRequest]:
+    """The n outputs of a request as requests of their own; each keeps its seed."""
+    sampling = request.sampling
+    if sampling.n == 1:
+        return [request]
+    seeds = [None if sampling.seed is None else sampling.seed + i for i in range(sampling.n)]
+    return [
+        replace(request, request_id=f"{request.request_id}-{i}", sampling=replace(sampling, n=1, seed=seed))
+        for i, seed in enumerate(seeds)
+    ]
 
 
 def _borders(text: str) -> list[int]:

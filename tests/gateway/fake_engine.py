@@ -31,6 +31,8 @@ class FakeClient:
         self.script: list[int] = []
         self.scripts: list[list[int]] = []
         """If not empty, output i says scripts[i]."""
+        self.by_seed: dict[int, list[int]] = {}
+        """If not empty, a request of seed s says by_seed[s]."""
         self.burst = 1
         self.delay = 0.0
         """Seconds before each event."""
@@ -75,6 +77,8 @@ class FakeClient:
     def _events(self, request: GenerateRequest, index: int) -> list[TokenEvent]:
         sampling = request.sampling
         script = list(self.scripts[index] if self.scripts else self.script)
+        if self.by_seed:
+            script = list(self.by_seed[sampling.seed or 0])
         ids, reason, stop_token_id = [*script, EOS], "stop", EOS
         if sampling.ignore_eos:
             ids = (script * 10_000)[: sampling.max_tokens]

@@ -179,6 +179,10 @@ def test_a_body_over_the_limit(http: httpx.Client, engine: FakeClient) -> None:
 
 def test_a_huge_prompt_is_refused_while_others_are_served() -> None:
     engine = FakeClient(max_model_len=524_288)
+    huge: list[tuple[str, dict[str, Any]]] = [
+        (TEXT, {"prompt": "word " * 2_000_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "ab" * 5_000_000}]}),
+    ]
     with serve(engine, max_body_bytes=2**26) as url, httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
         latencies = []
         done = threading.Event()
@@ -193,7 +197,7 @@ def test_a_huge_prompt_is_refused_while_others_are_served() -> None:
         thread = threading.Thread(target=probe)
         thread.start()
         try:
-            for path, fields in ((TEXT, {"prompt": "word " * 2_000_000}), (CHAT, {"messages": [{**USER[0], "content": "ab" * 5_000_000}]})):  # fmt: skip
+            for path, fields in huge:
                 problem = error(http.post(path, json=fields), 400)
                 assert problem["code"] == "context_length_exceeded"
                 assert "at most 524287" in problem["message"]

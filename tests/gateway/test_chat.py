@@ -111,15 +111,10 @@ def test_what_templates_may_use() -> None:
         ("{{ 1 / 0 }}", "division"),
         ("{{ messages.append(1) }}", "unsafe|not safely"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages | nothing }}", "nothing"),
     ],
 )
 def test_a_template_that_raises(source: str, message: str) -> None:
-    try:
-        template = ChatTemplate(source)
-    except CheckpointError as error:  # an unknown filter is known when the template is read
-        assert message in str(error)
-        return
+    template = ChatTemplate(source)
     with pytest.raises(InvalidRequestError, match=message) as raised:
         template.render([{"role": "user", "content": "x"}])
     assert raised.value.param == "messages"
@@ -140,6 +135,8 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("line 1\n{% if %}")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja line 2"):
         ChatTemplate.load(tmp_path)
+    with pytest.raises(CheckpointError, match="No filter named 'nothing'"):
+        ChatTemplate("{{ messages | nothing }}")
 
 
 @pytest.mark.parametrize(

@@ -179,8 +179,10 @@ def test_every_sampling_field_arrives(openai_client: openai.OpenAI, engine: Fake
             "chat_template_kwargs": {"thinking_mode": "enabled"},
         },
     )
+    # With stop strings each of the n outputs is a request of its own.
+    assert [r.sampling.seed for r in engine.requests] == [7, 8]
     assert engine.requests[0].sampling == SamplingParams(
-        n=2,
+        n=1,
         max_tokens=9,
         min_tokens=2,
         temperature=0.5,

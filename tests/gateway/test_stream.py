@@ -135,11 +135,21 @@ async def test_a_stop_string_ends_the_request_early() -> None:
         pass
     assert client.closed_early == ["r"]
     client.closed_early.clear()
-    client.scripts = [TOKENIZER.encode("a.b"), TOKENIZER.encode("cdefgh")]
+
+
+async def test_a_stop_string_ends_one_output_alone() -> None:
+    client = FakeClient()
+    client.delay = 0.001
+    client.by_seed = {5: TOKENIZER.encode("a." + "b" * 1000), 6: TOKENIZER.encode("cdefgh" * 3)}
     texts = ["", ""]
-    async for choice, delta in generation(client, request(stop=(".",), n=2)).deltas():
+    run = generation(client, request(stop=(".",), n=2, seed=5))
+    async for choice, delta in run.deltas():
         texts[choice] += delta.text
-    assert texts == ["a", "cdefgh"]
+        if texts[1] == "cdefgh":
+            assert client.running == {"r-1"}
+    assert texts == ["a", "cdefgh" * 3]
+    assert client.closed_early == ["r-0"]
+    assert (run.num_prompt_tokens, run.num_output_tokens) == (2, 2 + 19)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -1,0 +1,278 @@
+"""The command line: serve, generate, check. Importing this loads no torch; commands load what they need."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ipaddress
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import tyro
+
+import msaserve
+from msaserve import env
+from msaserve.config import EngineConfig, ModelConfig
+from msaserve.errors import InvalidRequestError, MsaserveError
+from msaserve.gateway.app import GatewaySettings, create_app
+from msaserve.gateway.chat import ChatTemplate
+from msaserve.gateway.server import BindError, bind, run
+from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.observe.log import configure_logging
+
+GIB = 2**30
+
+Checkpoint = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
+EngineOptions = Annotated[EngineConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Serve a checkpoint over HTTP, as OpenAI's API."""
+
+    checkpoint: Checkpoint
+    """Directory of config.json, weights, tokenizer.json and chat template."""
+    engine: EngineOptions = field(default_factory=EngineConfig)
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """0 takes a free one."""
+    api_key: str | None = None
+    """Ask clients for this key. Default: the environment variable MSASERVE_API_KEY, if it is set."""
+    served_model_name: str | None = None
+    """What clients call the model. Default: the directory's name."""
+    drain_seconds: int = 60
+    """On SIGTERM or SIGINT: how long requests in flight may go on. A second signal ends the server at once."""
+    max_body_mib: int = 64
+    """Largest request body."""
+    access_log: bool = False
+    """One line on standard error for every request."""
+
+    def run(self) -> int:
+        configure_logging(access_log=self.access_log)
+        api_key = self.api_key or env.api_key()
+        if not _is_loopback(self.host) and api_key is None:
+            print(
+                f"msaserve: warning: {self.host} is reachable from elsewhere and there is no --api-key", file=sys.stderr
+            )
+        # What fails fast comes first: the address, the small files, then the weights.
+        listener = bind(self.host, self.port)
+        config = ModelConfig.from_checkpoint(self.checkpoint)
+        tokenizer = Tokenizer.load(self.checkpoint)
+        template = ChatTemplate.load(self.checkpoint)
+        settings = GatewaySettings(
+            served_model_name=self.served_model_name or self.checkpoint.resolve().name,
+            defaults=config.generation,
+            api_key=api_key,
+            max_body_bytes=self.max_body_mib * 2**20,
+        )
+
+        from msaserve.engine.async_engine import AsyncEngine
+        from msaserve.engine.engine import Engine
+        from msaserve.worker.in_process import InProcessClient
+
+        engine = Engine.from_checkpoint(self.checkpoint, self.engine)
+
+        def on_ready() -> None:
+            host, port = listener.getsockname()[:2]
+            print(
+                f"msaserve: {settings.served_model_name} is ready; try\n{_curl(host, port, settings, template)}",
+                flush=True,
+            )
+
+        async def run_all() -> None:
+            client = InProcessClient(AsyncEngine(engine))
+            try:
+                app = create_app(client, tokenizer, template, settings)
+                await run(app, listener, drain_seconds=self.drain_seconds, on_ready=on_ready)
+            finally:
+                await client.close()
+
+        asyncio.run(run_all())
+        return 0
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Complete prompts without a server and print the texts."""
+
+    checkpoint: Checkpoint
+    engine: EngineOptions = field(default_factory=EngineConfig)
+    prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]")] = ()
+    """Prompts."""
+    file: Path | None = None
+    """A file with one prompt a line."""
+    chat: bool = False
+    """Send each prompt as a user's message, through the chat template."""
+    json: bool = False
+    """Print one JSON object per output: prompt, index, text, token_ids, finish_reason."""
+    max_tokens: int = 256
+    """Most tokens of one output."""
+    n: int = 1
+    """Outputs per prompt."""
+    temperature: float | None = None
+    """Default of this and the next two: the checkpoint's generation_config.json."""
+    top_p: float | None = None
+    top_k: int | None = None
+    random_seed: int | None = None
+    """Of the first output; output i has random_seed + i. Default: drawn."""
+
+    def run(self) -> int:
+        from msaserve.llm import LLM
+
+        prompts = self._prompts()
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "seed": self.random_seed}
+        with LLM(self.checkpoint, **dataclasses.asdict(self.engine)) as llm:
+            sampling = msgspec.structs.replace(
+                llm.default_sampling(),
+                max_tokens=self.max_tokens,
+                n=self.n,
+                **{name: value for name, value in given.items() if value is not None},
+            )
+            if self.chat:
+                results = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], sampling)
+            else:
+                results = llm.generate(prompts, sampling)
+        failed = 0
+        for prompt, result in zip(prompts, results, strict=True):
+            for output in result.outputs:
+                if output.finish_reason == "error":
+                    failed += 1
+                    _fail(f"prompt {prompt[:40]!r}: {output.error}", 1)
+                elif self.json:
+                    line = {
+                        "prompt": prompt,
+                        "index": output.index,
+                        "text": output.text,
+                        "token_ids": output.token_ids,
+                        "finish_reason": output.finish_reason,
+                    }
+                    print(json.dumps(line, ensure_ascii=False))
+                else:
+                    print(output.text)
+        return 1 if failed else 0
+
+    def _prompts(self) -> list[str]:
+        prompts = list(self.prompt)
+        if self.file is not None:
+            try:
+                prompts += [line for line in self.file.read_text(encoding="utf-8").split("\n") if line]
+            except (OSError, UnicodeDecodeError) as error:
+                raise InvalidRequestError(f"{self.file} cannot be read: {error}") from error
+        if not prompts:
+            raise InvalidRequestError("no prompt: give --prompt TEXT or --file FILE")
+        return prompts
+
+
+@dataclass(frozen=True)
+class Check:
+    """Say what a checkpoint is, whether it can be served, and what fits into memory. Loads no weights."""
+
+    checkpoint: Checkpoint
+    memory: float = 80.0
+    """GiB for weights and cache together."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of weights and cache."""
+
+    def run(self) -> int:
+        from msaserve.models.memory_plan import plan_memory, weight_bytes
+
+        config = ModelConfig.from_checkpoint(self.checkpoint)
+        tokenizer = Tokenizer.load(self.checkpoint)
+        template = ChatTemplate.load(self.checkpoint)
+        budget = int(self.memory * GIB) - weight_bytes(config, self.dtype)
+        plan = plan_memory(config, self.dtype, max(budget, 0))
+        text, vision = config.text, config.vision
+        num_sparse, num_moe = len(text.sparse_layer_ids), sum(text.has_moe)
+        num_dense = text.num_layers - num_sparse
+        index = f"{text.num_index_heads} index heads of {text.index_dim}"
+        cached = f"{plan.num_pages:,} pages, {plan.max_cached_tokens:,} tokens"
+        rows = (
+            ("model", config.model_type),
+            (
+                "layers",
+                f"{text.num_layers}: {num_sparse} sparse and {num_dense} dense attention, {num_moe} with experts",
+            ),
+            ("attention", f"{text.num_heads} query heads on {text.num_kv_heads} KV heads of {text.head_dim}"),
+            ("selection", f"{text.topk_blocks} blocks of {text.block_size} tokens, {index}"),
+            ("experts", f"{text.num_experts}, {text.num_experts_per_tok} per token"),
+            ("vocabulary", f"{text.vocab_size:,} tokens; the tokenizer knows {tokenizer.vocab_size:,}"),
+            ("context", f"{config.max_model_len:,} tokens"),
+            ("vision", "none" if vision is None else f"{vision.num_layers} layers, through the Python API"),
+            ("chat template", "none: only /v1/completions" if template is None else "yes"),
+            ("weights", f"{_size(plan.weight_bytes)} in {plan.dtype}"),
+            ("KV per token", f"{plan.kv_bytes_per_token:,} B"),
+            ("index-K per token", f"{plan.index_bytes_per_token:,} B"),
+            ("cache", f"{_size(plan.budget_bytes)} of {self.memory:g} GiB: {cached}"),
+            ("longest request", f"{plan.max_request_len:,} tokens"),
+            ("not supported", "pictures and video over HTTP, tool calls, response_format"),
+        )
+        for name, value in rows:
+            print(f"{name:<18} {value}")
+        if not plan.num_pages:
+            return _fail(f"weights of {_size(plan.weight_bytes)} leave no cache in {self.memory:g} GiB", 1)
+        return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 for what failed, 2 for what was wrong in the command or the checkpoint."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments in (["--version"], ["-V"]):
+        print(f"msaserve {msaserve.__version__}")
+        return 0
+    try:
+        command: Serve | Generate | Check = tyro.cli(
+            Annotated[Serve, tyro.conf.subcommand("serve")]
+            | Annotated[Generate, tyro.conf.subcommand("generate")]
+            | Annotated[Check, tyro.conf.subcommand("check")],
+            prog="msaserve",
+            description="Serve MiniMax-M3 and models of its kind. `msaserve --version` prints the version.",
+            args=arguments,
+        )
+        return command.run()
+    except BindError as error:
+        return _fail(str(error), 1)
+    except MsaserveError as error:
+        return _fail(str(error), 2)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"msaserve: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _curl(host: str, port: int, settings: GatewaySettings, template: ChatTemplate | None) -> str:
+    """A command that asks the server something."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = f"[{host}]" if ":" in host else host
+    body: dict[str, object] = {"model": settings.served_model_name, "max_tokens": 32}
+    if template is None:
+        path, body["prompt"] = "completions", "Hello"
+    else:
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello"}]
+    key = "" if settings.api_key is None else ' -H "Authorization: Bearer $MSASERVE_API_KEY"'
+    data = shlex.quote(json.dumps(body))
+    return f"  curl http://{host}:{port}/v1/{path} -H 'Content-Type: application/json'{key} -d {data}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:,.2f} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
