@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from msaserve.ops.checks import check_caches, check_floats, check_groups, check_int32, check_shapes
+from msaserve.ops.checks import check_caches, check_dtype, check_floats, check_groups, check_int32, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
 
 IMPLS = (Impl("reference", "msaserve.ops.dense_attend.reference:dense_attend", always),)
@@ -58,7 +58,8 @@ def dense_attend(
             f"of blocks of {sizes['block']}"
         )
     check_groups("dense_attend", sizes["Hq"], sizes["Hkv"])
-    check_floats("dense_attend", q=q, out=out)
+    check_floats("dense_attend", q=q)
+    check_dtype("dense_attend", "out", out, (q.dtype,))
     check_caches("dense_attend", k_cache=k_cache, v_cache=v_cache)
     check_int32("dense_attend", block_table=block_table, seq_lens=seq_lens, cu_query_lens=cu_query_lens)
     args = (q, k_cache, v_cache, block_table, seq_lens, cu_query_lens)

@@ -6,6 +6,7 @@ import torch
 
 from msaserve.ops.checks import (
     check_caches,
+    check_dtype,
     check_floats,
     check_groups,
     check_int32,
@@ -82,7 +83,8 @@ def sparse_attend(
         ("out", out, ("T", "Hq", "D")),
     )
     check_groups("sparse_attend", sizes["Hq"], sizes["Hkv"])
-    check_floats("sparse_attend", q=q, out=out)
+    check_floats("sparse_attend", q=q)
+    check_dtype("sparse_attend", "out", out, (q.dtype,))
     check_caches("sparse_attend", k_cache=k_cache, v_cache=v_cache)
     check_int32(
         "sparse_attend", block_ids=block_ids, block_table=block_table, seq_lens=seq_lens, cu_query_lens=cu_query_lens

@@ -56,7 +56,7 @@ def sparse_attend(
         # The group's heads take the place of query tokens: one KV head serves them all.
         result = scaled_dot_product_attention(queries[tile], keys, values, attn_mask=is_visible[:, None], scale=scale)
         attended[tile] = result.masked_fill((kv_lens[tile] == 0)[:, None, None], 0.0)
-    attended = attended.view(num_rows, num_kv_heads, -1, dim)
+    attended = attended.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
     if v_scales is not None:
         attended = attended * v_scales[:, None, None]
     return out.copy_(attended.flatten(1, 2))
