@@ -55,7 +55,7 @@ def _combine_kernel(
     for s in range(S):
         read = g < G
         if HAS_IDS:
-            n = tl.load(own_ids + s * stride_is)
+            n = tl.load(own_ids + s * stride_is + g * 0)
             read = read & (n >= 0) & (n < max_blocks) & (n * BLOCK <= position)
         top = tl.maximum(top, tl.load(partial_lse + (base + s) * G + g, mask=read, other=float("-inf")))
     floor = tl.where(top == float("-inf"), 0.0, top)
@@ -63,16 +63,16 @@ def _combine_kernel(
     acc = tl.zeros([GP, DP], tl.float32)
     for first in range(0, S, UNROLL):
         for u in tl.static_range(UNROLL):
-            s = first + u
-            read = (g < G) & (s < S)
+            part = tl.zeros([GP], tl.int32) + first + u
+            read = (g < G) & (part < S)
             if HAS_IDS:
-                n = tl.load(own_ids + s * stride_is, mask=s < S, other=-1)
+                n = tl.load(own_ids + tl.minimum(part, S - 1) * stride_is + g * 0)
                 read = read & (n >= 0) & (n < max_blocks) & (n * BLOCK <= position)
-            part = tl.load(partial_lse + (base + s) * G + g, mask=read, other=float("-inf"))
-            read = read & (part > float("-inf"))
-            weight = tl.exp(part - floor)
+            part_lse = tl.load(partial_lse + (base + part) * G + g, mask=read, other=float("-inf"))
+            read = read & (part_lse > float("-inf"))
+            weight = tl.exp(part_lse - floor)
             x = tl.load(
-                partial_out + ((base + s) * G + g[:, None]) * D + d[None, :],
+                partial_out + ((base + part) * G + g)[:, None] * D + d[None, :],
                 mask=read[:, None] & (d < D)[None, :],
                 other=0.0,
                 eviction_policy="evict_first",

@@ -167,7 +167,7 @@ def _topk_kernel(
                 equal = tl.zeros([SEGMENTS, R], tl.int32)
                 for i in tl.static_range(K):
                     above += (top[i] > threshold[None, :]).to(tl.int32)
-                    equal += (top[i] == threshold[None, :]).to(tl.int32)
+                    equal += ((top[i] == threshold[None, :]) & (top[i] >= LOWEST)).to(tl.int32)
                 ties = K - tl.sum(above, 0)
                 equal_before = tl.minimum(tl.cumsum(equal, 0) - equal, ties[None, :])
                 place = tl.cumsum(above, 0) - above + equal_before

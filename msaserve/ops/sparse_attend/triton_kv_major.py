@@ -128,6 +128,7 @@ def attend_items(
     rows: int = 128,
     stages: int = 1,
     num_warps: int = 8,
+    maxnreg: int | None = 128,
 ) -> None:
     """Partial outputs of every planned (query, block) pair."""
     num_tokens, num_kv_heads, topk, group, dim = partial_out.shape
@@ -166,6 +167,7 @@ def attend_items(
         M=max(rows, triton.next_power_of_2(group)),
         STAGES=stages,
         num_warps=num_warps,
+        maxnreg=maxnreg,
     )
 
 
