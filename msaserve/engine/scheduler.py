@@ -151,7 +151,6 @@ class Scheduler:
         assert self._plan is None, "the last step was not committed"
         budget = self.config.max_num_batched_tokens
         planned: list[tuple[Request, PlanRow]] = []
-        num_preemptions = self._num_preemptions
 
         for request in tuple(self._running):
             if budget == 0:
@@ -168,15 +167,14 @@ class Scheduler:
             if request.num_tokens - request.num_computed_tokens > 1:
                 planned.append((request, self._row(request, query_len)))
                 budget -= query_len
-        # What was just preempted must not take its pages back at once.
-        if self._num_preemptions == num_preemptions:
-            while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
-                request = self._waiting[0]
-                if not self._admit(request):
-                    break
-                query_len = min(request.num_tokens - request.num_computed_tokens, budget)
-                planned.append((request, self._row(request, query_len)))
-                budget -= query_len
+        # Whatever was just preempted waits first in line for more pages than it gave up: nothing follows it in here.
+        while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
+            request = self._waiting[0]
+            if not self._admit(request):
+                break
+            query_len = min(request.num_tokens - request.num_computed_tokens, budget)
+            planned.append((request, self._row(request, query_len)))
+            budget -= query_len
 
         planned.sort(key=lambda pair: len(pair[1].token_ids) > 1)
         plan = StepPlan(rows=[row for _, row in planned])

@@ -179,10 +179,13 @@ class Play:
         scheduler = self.scheduler
         running = [r for r in self.requests.values() if r.status is RequestStatus.RUNNING]
         had_work = scheduler.has_work()
+        num_preemptions = scheduler.load().num_preemptions
         plan = scheduler.schedule()
         if rng is None or rng.random() < 0.5:
             scheduler.check_integrity()  # with the step in flight
         assert bool(plan.rows) == had_work
+        if scheduler.load().num_preemptions > num_preemptions:
+            assert {row.request_id for row in plan.rows} <= {r.request_id for r in running}, "admitted while preempting"
         if running:
             assert running[0].status is RequestStatus.RUNNING, "the oldest request was preempted"
             assert running[0].request_id in {row.request_id for row in plan.rows}, "the oldest request stands still"
