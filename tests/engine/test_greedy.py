@@ -116,9 +116,9 @@ def test_many_short_requests_preempt_one_another() -> None:
     prompts = [random_prompt(rng, rng.randrange(1, 30)) for _ in range(10)]
     requests = [request(str(i), prompt, max_tokens=36) for i, prompt in enumerate(prompts)]
     roomy = run(make_engine(), requests)
-    tight = make_engine(num_pages=17, max_num_batched_tokens=64)
+    tight = make_engine(num_pages=15, max_num_batched_tokens=64)
     assert [o.token_ids for o in run(tight, requests)] == [o.token_ids for o in roomy]
-    assert tight.load().num_preemptions > 3
+    assert tight.load().num_preemptions > 1
 
 
 @pytest.fixture(scope="module")
