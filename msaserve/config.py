@@ -305,9 +305,11 @@ def _vision_config(config: Mapping[str, Any], vision: Mapping[str, Any]) -> Visi
 def _generation_defaults(
     generation: Mapping[str, Any], text: Mapping[str, Any], config: Mapping[str, Any]
 ) -> GenerationDefaults:
-    eos = next(
-        (source["eos_token_id"] for source in (generation, text, config) if source.get("eos_token_id") is not None), ()
-    )
+    sources = (generation, text, config)
+    eos: Any = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
+    eos_ids = eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(token_id, int) for token_id in eos_ids):
+        raise CheckpointError(f"eos_token_id must be a token id or a list of them, not {eos!r}")
     return GenerationDefaults(
         # do_sample absent means nothing: the file then only sets filters. An explicit false means greedy.
         temperature=0.0 if generation.get("do_sample") is False else _float(generation, "temperature", 1.0),
@@ -315,7 +317,7 @@ def _generation_defaults(
         top_k=max(_int(generation, "top_k", 0, minimum=-1), 0),
         min_p=_float(generation, "min_p", 0.0),
         repetition_penalty=_float(generation, "repetition_penalty", 1.0),
-        eos_token_ids=tuple(eos) if isinstance(eos, Sequence) else (int(eos),),
+        eos_token_ids=tuple(eos_ids),
     )
 
 

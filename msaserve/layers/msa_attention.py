@@ -15,7 +15,8 @@ from msaserve.layers.norm import GemmaRMSNorm
 from msaserve.layers.rope import CosSin, rotate
 
 Observer = Callable[[str, int, torch.Tensor], None]
-"""Called with (what, layer, tensor) as the layers go by: "block_ids" [Hkv, T, S], "hidden" [T, hidden]."""
+"""Called with (what, layer, tensor) as the layers go by: "index_q" [T, Hkv, Di] and "block_ids" [Hkv, T, S] of sparse
+layers, "hidden" [T, hidden] after each layer."""
 
 
 class MsaAttention(nn.Module):
@@ -106,6 +107,7 @@ class MsaAttention(nn.Module):
             max_seq_len=batch.max_seq_len,
         )
         if observer is not None:
+            observer("index_q", self.layer, index_q)
             observer("block_ids", self.layer, block_ids)
         return ops.sparse_attend(
             q,

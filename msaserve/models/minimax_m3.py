@@ -96,7 +96,7 @@ class MiniMaxM3(nn.Module):
             batch: where the tokens stand; cache: the pages it speaks of.
             media_rows: [M] int64, rows of token_ids whose embedding media_features [M, hidden] replaces.
             attend_impl: `impl=` of ops.sparse_attend.
-            observer: called with ("block_ids", layer, [Hkv, T, S]) and ("hidden", layer, [T, hidden]).
+            observer: called with what passes by: what each layer selects and puts out.
 
         Returns:
             [T, hidden] after the final norm: what `logits` takes.

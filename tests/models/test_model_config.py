@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import released_spelling, tiny_config, write_config
 
 from msaserve.config import EngineConfig, GenerationDefaults, ModelConfig
 from msaserve.errors import CheckpointError, InvalidRequestError, UnsupportedError
+from msaserve.models.loader import destinations
+from msaserve.models.minimax_m3 import MiniMaxM3
 
 M3_TEXT = {
     "vocab_size": 200064,
@@ -66,6 +69,15 @@ def test_rotated_share_of_the_head(tmp_path: Path) -> None:
     assert rotary_dim(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}) == 32
     with pytest.raises(CheckpointError, match="rotary_dim 64 contradicts"):
         rotary_dim(partial_rotary_factor=0.25)
+
+
+def test_released_sizes_make_as_many_parameters_as_in_transformers(tmp_path: Path) -> None:
+    config = read(tmp_path, {"model_type": "minimax_m3_vl", "text_config": M3_TEXT, "vision_config": {}})
+    with torch.device("meta"):
+        model = MiniMaxM3(config, dtype=torch.bfloat16)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 427_040_140_160
+    last_expert = "language_model.model.layers.59.block_sparse_moe.experts.127.w2.weight"
+    assert dict(destinations(model))[last_expert].shape == (6144, 3072)
 
 
 def test_use_sparse_attention_false_is_dense(tmp_path: Path) -> None:
@@ -142,6 +154,7 @@ def test_quantised_is_refused_by_scheme(tmp_path: Path, scheme: dict[str, Any], 
         (in_text(num_experts_per_tok=9), "9 experts per token of 8"),
         (in_text(rms_norm_eps="small"), "rms_norm_eps must be a number"),
         (in_vision(num_attention_heads=5), "does not split into 5 heads"),
+        (in_text(eos_token_id="</s>"), "eos_token_id"),
     ],
 )
 def test_invalid_config_says_what(tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str) -> None:
