@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from msaserve import ops
-from msaserve.ops.testing import FAR_CASE, SMALL_CASES, TOLERANCES, Case, Selection, build, relative_error, select
+from msaserve.ops.testing import (
+    FAR_CASE,
+    SMALL_CASES,
+    TOLERANCES,
+    Case,
+    CaseSpec,
+    Selection,
+    build,
+    relative_error,
+    select,
+)
 
 SPECS = {spec.name: spec for spec in SMALL_CASES}
 OTHER_DTYPES = ["ragged", "padding", "vllm_layout", "normal_scores"]
@@ -335,3 +345,24 @@ def test_caches_past_2_31_elements(device: str) -> None:
         assert_attention(out, ops_oracle.attend(case, ids), case)
     out = ops.dense_attend(case.q, case.k_cache, case.v_cache, *case.batch, **case.bounds)
     assert_attention(out, ops_oracle.attend(case), case)
+
+
+@pytest.mark.operator("topk_blocks")
+@pytest.mark.parametrize("local_blocks", [1, 3])
+@pytest.mark.parametrize("topk", [3, 5, 20])
+def test_topk_blocks_of_few_values(call: Call, device: str, topk: int, local_blocks: int) -> None:
+    """Scores of seven values, both zeros among them: equal ones go to the lower block, NaN to −inf."""
+    spec = CaseSpec(name="few", requests=((40, 300), (9, 60)), num_kv_heads=3, topk=topk, local_blocks=local_blocks)
+    case = build(spec, device=device)
+    values = torch.tensor([-torch.inf, -1.5, -0.0, 0.0, 1.5, torch.inf, torch.nan])
+    kinds = torch.randint(0, 7, (3, 49, 19), generator=torch.Generator().manual_seed(0))
+    scores = values[kinds]
+    ids = call(
+        scores.to(device),
+        *case.batch[1:],
+        block_size=spec.block_size,
+        topk=topk,
+        local_blocks=local_blocks,
+        max_query_len=spec.max_query_len,
+    )
+    assert ops_oracle.sets(ids) == ops_oracle.block_ids(case, scores.masked_fill(scores.isnan(), -torch.inf))
