@@ -14,7 +14,7 @@ from msaserve import env
 from msaserve.cache.kv import KVCache
 from msaserve.config import EngineConfig, ModelConfig
 from msaserve.engine.media import check_media
-from msaserve.engine.plan import RowResult, StepPlan, StepResult
+from msaserve.engine.plan import RowResult, StepResult
 from msaserve.engine.request import Request
 from msaserve.engine.runner import Runner
 from msaserve.engine.scheduler import RequestOutput, Scheduler, SchedulerConfig
@@ -144,8 +144,18 @@ class Engine:
             One output for each sequence that got a token or ended.
         """
         plan = self.scheduler.schedule()
-        result = self._run(plan)
-        outputs = self.scheduler.commit(plan, result)
+        if not plan.rows:
+            return []
+        try:
+            result = self.runner.run(plan)
+        except BaseException as error:
+            message = f"the engine's step failed: {type(error).__name__}: {error}"
+            outputs = self.scheduler.commit(plan, StepResult([RowResult(error=message) for _ in plan.rows]))
+            if not isinstance(error, Exception):
+                raise  # an interrupt is the caller's; no step stays in flight
+            _log.exception("a step of %d rows and %d tokens failed", len(plan.rows), plan.num_tokens)
+        else:
+            outputs = self.scheduler.commit(plan, result)
         if env.is_check_on():
             self.check_integrity()
         return outputs
@@ -159,16 +169,6 @@ class Engine:
     def check_integrity(self) -> None:
         """AssertionError if a page or a request is lost. For when the engine idles: O(pages + tokens)."""
         self.scheduler.check_integrity()
-
-    def _run(self, plan: StepPlan) -> StepResult:
-        if not plan.rows:
-            return StepResult()
-        try:
-            return self.runner.run(plan)
-        except Exception as error:
-            _log.exception("a step of %d rows and %d tokens failed", len(plan.rows), plan.num_tokens)
-            message = f"the engine's step failed: {type(error).__name__}: {error}"
-            return StepResult([RowResult(error=message) for _ in plan.rows])
 
 
 def _make_cache(model: MiniMaxM3, config: EngineConfig) -> KVCache:
