@@ -22,8 +22,16 @@ class InvalidRequestError(MsaserveError, ValueError):
         self.code = code
 
 
+class TooLargeError(InvalidRequestError):
+    """A request that is larger than the server takes. HTTP 413."""
+
+
 class OverloadedError(MsaserveError):
     """The engine accepts no request now: it drains or its queue is full. HTTP 503."""
+
+
+class BusyError(OverloadedError):
+    """No room for this request now, and there was none while it waited. HTTP 429."""
 
 
 class EngineError(MsaserveError):

@@ -9,6 +9,7 @@ integers come out exact.
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,8 @@ _BLOCK = 16
 """Outputs of a dense block: fewer waste less on zeros, more let BLAS run longer."""
 _ROWS = 128
 """Picture rows converted to floats at a time: they stay in the cache."""
+_LARGE = 1_000_000
+"""Pixels from which threads pay."""
 _MAX_PRECISION = 22
 
 
@@ -79,16 +82,22 @@ class Resize:
         self._rows = _Axis(width, new_width) if width != new_width else None
         self._columns = _Axis(height, new_height) if height != new_height else None
 
-    def __call__(self, planes: np.ndarray) -> np.ndarray:
-        """planes: [C, height, width] uint8. Returns [C, new_height, new_width] uint8; the input itself if sizes agree."""
-        assert planes.dtype == np.uint8 and planes.shape[1:] == self._shape
+    def __call__(self, planes: np.ndarray, threads: Executor | None = None) -> np.ndarray:
+        """planes: [C, height, width] uint8. Returns [C, new_height, new_width]; the input itself if sizes agree.
+
+        threads: where the planes of a large picture are computed side by side.
+        """
+        assert planes.dtype == np.uint8
+        assert planes.shape[1:] == self._shape
         if self._rows is None and self._columns is None:
             return planes
-        out = np.empty((len(planes), *self._new_shape), np.uint8)
-        for plane, result in zip(planes, out, strict=True):
-            middle = plane if self._rows is None else _resize_rows(plane, self._rows)
-            result[...] = middle if self._columns is None else _resize_columns(middle, self._columns)
-        return out
+        is_large = planes[0].size >= _LARGE
+        each = threads.map if threads is not None and is_large else map
+        return np.stack(list(each(self._resize, planes)))
+
+    def _resize(self, plane: np.ndarray) -> np.ndarray:
+        middle = plane if self._rows is None else _resize_rows(plane, self._rows)
+        return middle if self._columns is None else _resize_columns(middle, self._columns)
 
 
 def _resize_rows(plane: np.ndarray, axis: _Axis) -> np.ndarray:
