@@ -3,6 +3,7 @@ and queues checked after every step."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from msaserve.types import GenerateRequest, Logprobs, SamplingParams
 
 @lru_cache(maxsize=2)
 def model(name: str) -> MiniMaxM3:
-    return load_model(golden(name)[0], show_progress=False)
+    """On the CPU, unless MSASERVE_TEST_DEVICE says otherwise: everything here must hold on a GPU too."""
+    return load_model(golden(name)[0], os.environ.get("MSASERVE_TEST_DEVICE", "cpu"), show_progress=False)
 
 
 @lru_cache(maxsize=2)
