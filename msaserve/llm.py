@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -161,7 +162,7 @@ class LLM:
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=True)
-        return list(prompt)
+        return [int(token) for token in prompt]
 
     def _generate(
         self, prompts: list[list[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
@@ -266,6 +267,6 @@ class _Batch:
 def _as_list(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[str | Sequence[int]]:
     if isinstance(prompts, str):
         return [prompts]
-    is_token_ids = len(prompts) > 0 and all(isinstance(token, int) for token in prompts)
+    is_token_ids = len(prompts) > 0 and all(isinstance(token, Integral) for token in prompts)
     several: list[Any] = [prompts] if is_token_ids else list(prompts)
     return several

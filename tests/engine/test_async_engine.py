@@ -78,7 +78,8 @@ async def test_64_streams_some_closed_early(harness: Harness) -> None:
 
     async def client(i: int) -> list[int] | None:
         await asyncio.sleep(rng.random() * 0.2)
-        generate_request = request(str(i), prompts[i], max_tokens=12)
+        goes_early = i % 4 < 2
+        generate_request = request(str(i), prompts[i], max_tokens=3000 if goes_early else 12)
         if i % 4 == 0:
             async with aclosing(harness.client.generate(generate_request)) as events:  # type: ignore[type-var]
                 async for _ in events:

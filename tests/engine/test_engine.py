@@ -32,22 +32,22 @@ def cursed_model() -> Iterator[None]:
 
 
 def seeded(i: int, prompt: list[int], **options: Any) -> GenerateRequest:
-    options = {"temperature": 0.9, "top_p": 0.95, "seed": 1000 + i, "max_tokens": 18, **options}
+    options = {"temperature": 0.9, "top_p": 0.95, "seed": 1000 + i, "max_tokens": 14, **options}
     built: GenerateRequest = request(str(i), prompt, **options)
     return built
 
 
 def test_seeds_do_not_feel_batch_chunks_cache_or_preemption() -> None:
     rng = random.Random(9)
-    prompts = [random_prompt(rng, length) for length in (15, 30, 16, 47, 31, 90)] * 2
+    prompts = [random_prompt(rng, length) for length in (15, 30, 16, 47)] * 2
     requests = [seeded(i, prompt, top_k=(0, 20)[i % 2], presence_penalty=0.3) for i, prompt in enumerate(prompts)]
     alone_engine = make_engine(enable_prefix_cache=False)
     alone = [run(alone_engine, [r])[0].token_ids for r in requests]
-    assert alone[:6] != alone[6:]  # the same prompts with other seeds
+    assert alone[:4] != alone[4:]  # the same prompts with other seeds
     for config in (
         {},
         {"max_num_batched_tokens": 13},
-        {"num_pages": 12, "max_num_batched_tokens": 100},
+        {"num_pages": 11, "max_num_batched_tokens": 100},
         {"max_num_seqs": 3, "page_seed": 4, "enable_prefix_cache": False},
     ):
         engine = make_engine(**config)

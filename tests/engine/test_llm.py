@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from driver import greedy_prompt, greedy_tokens
 from golden_data import golden
@@ -28,7 +29,7 @@ def test_token_ids_give_the_reference(llm: LLM) -> None:
     assert completion.finish_reason == "length"
     assert completion.logprobs is None
     assert completion.text == llm.tokenizer.decode(greedy_tokens("tiny"))
-    (again,) = llm.generate([greedy_prompt("tiny")], GREEDY)
+    (again,) = llm.generate([np.array(greedy_prompt("tiny"))], GREEDY)
     assert again.num_cached_tokens == 288
 
 
