@@ -92,6 +92,7 @@ def _mark_kernel(
 
 @triton.jit
 def _rows_kernel(
+    seq_lens,
     cu_query_lens,
     bitmap,
     before,
@@ -101,12 +102,12 @@ def _rows_kernel(
     B,
     max_blocks,
     words_total,
-    item_capacity,
+    tail_items,
+    BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART_WORDS: tl.constexpr,
     ITEM: tl.constexpr,
+    ALIGN: tl.constexpr,
     PLAN: tl.constexpr,
 ):
     """Bits before each word of its row, and the row's count; for a plan the row's start and its work items too."""
@@ -114,44 +115,38 @@ def _rows_kernel(
     request = tl.program_id(0) // groups
     n = tl.program_id(0) % groups * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
+    heads = tl.num_programs(1)
     start = tl.load(cu_query_lens + request)
     stop = tl.load(cu_query_lens + request + 1)
     words = (stop - start + 31) // 32
     first_word = head.to(tl.int64) * words_total + start // 32 + request
     base = first_word * max_blocks + n[:, None] * words
     total = tl.zeros([ROWS], tl.int32)
-    part_end = ()
-    for part in tl.static_range(PARTS):
-        for w in range(part * PART_WORDS, tl.minimum(words, (part + 1) * PART_WORDS) if part + 1 < PARTS else words, WORDS):
-            word = w + tl.arange(0, WORDS)
-            live = (n < max_blocks)[:, None] & (word < words)[None, :]
-            bits = _popcount(tl.load(bitmap + base + word[None, :], mask=live, other=0))
-            tl.store(before + base + word[None, :], tl.cumsum(bits, 1) - bits + total[:, None], mask=live)
-            total += tl.sum(bits, 1)
-        part_end = part_end + (total,)  # noqa: RUF005 (no unpacking in a kernel)
+    for w in range(0, words, WORDS):
+        word = w + tl.arange(0, WORDS)
+        live = (n < max_blocks)[:, None] & (word < words)[None, :]
+        bits = _popcount(tl.load(bitmap + base + word[None, :], mask=live, other=0))
+        tl.store(before + base + word[None, :], tl.cumsum(bits, 1) - bits + total[:, None], mask=live)
+        total += tl.sum(bits, 1)
     row = head * B * max_blocks + request * max_blocks + n
     if PLAN:
-        chosen = (n < max_blocks) & (total > 0)
         if tl.max(total, 0) > 0:
+            chosen = (n < max_blocks) & (total > 0)
             entry = tl.atomic_add(cursors + head + tl.zeros([ROWS], tl.int32), total, mask=chosen, sem="relaxed")
             tl.store(counts + row, entry, mask=chosen)
-            at = tl.zeros([ROWS], tl.int32)
-            for part in tl.static_range(PARTS):
-                size = part_end[part] - at
-                needed = (size + ITEM - 1) // ITEM
-                heads = tl.num_programs(1)
-                region = part * heads + head
-                slot = tl.atomic_add(
-                    cursors + heads + region + tl.zeros([ROWS], tl.int32), needed, mask=chosen & (needed > 0), sem="relaxed"
-                )
-                for i in range(tl.max(needed, 0)):
-                    at_item = (region.to(tl.int64) * item_capacity + slot + i) * 4
-                    live = chosen & (i < needed)
-                    tl.store(items + at_item, request + tl.zeros([ROWS], tl.int32), mask=live)
-                    tl.store(items + at_item + 1, n, mask=live)
-                    tl.store(items + at_item + 2, entry + at + i * ITEM, mask=live)
-                    tl.store(items + at_item + 3, entry + tl.minimum(at + (i + 1) * ITEM, at + size), mask=live)
-                at += size
+            needed = (total + ITEM - 1) // ITEM
+            size = (total + tl.maximum(needed, 1) - 1) // tl.maximum(needed, 1)
+            size = (size + ALIGN - 1) // ALIGN * ALIGN
+            # a request's last, partly filled block is listed apart: its unused slots must be masked
+            is_tail = ((n + 1) * BLOCK > tl.load(seq_lens + request)).to(tl.int32)
+            slot = tl.atomic_add(cursors + heads + is_tail, needed, mask=chosen, sem="relaxed") + is_tail * tail_items
+            for i in range(tl.max(needed, 0)):
+                item = items + (slot.to(tl.int64) + i) * 4
+                live = chosen & (i < needed)
+                tl.store(item, request * heads + head + tl.zeros([ROWS], tl.int32), mask=live)
+                tl.store(item + 1, n, mask=live)
+                tl.store(item + 2, entry + tl.minimum(i * size, total), mask=live)
+                tl.store(item + 3, entry + tl.minimum((i + 1) * size, total), mask=live)
     else:
         tl.store(counts + row + head, total, mask=n < max_blocks)
 
@@ -204,14 +199,19 @@ def _scatter_kernel(
 
 
 class Plan(NamedTuple):
-    """Work of a KV-block-major attention: entries as in BlockQueries, the order of rows free, and work items."""
+    """Work of a KV-block-major attention: entries as in BlockQueries, the order of rows free, and work items.
+
+    An item is four int32: request * Hkv + head, block, first and end place in the head's entries (equal: no work).
+    """
 
     entries: torch.Tensor
     """[Hkv, T * S] int32."""
     items: torch.Tensor
-    """[parts * Hkv, capacity, 4] int32: request, block, first and end place in the head's entries."""
+    """[capacity, 4] int32: blocks that are full of tokens."""
+    tail_items: torch.Tensor
+    """[capacity, 4] int32: the last, partly filled blocks of their requests."""
     counts: torch.Tensor
-    """[parts * Hkv] int32: items that exist."""
+    """[2] int32: items and tail_items that exist."""
 
 
 def _launch(
@@ -220,38 +220,43 @@ def _launch(
     cu_query_lens: torch.Tensor,
     max_blocks: int,
     block_size: int,
-    parts: int,
     item: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    align: int,
+) -> tuple[torch.Tensor, Plan]:
     num_heads, num_tokens, topk = block_ids.shape
     batch = cu_query_lens.shape[0] - 1
     device = block_ids.device
-    plan = seq_lens is not None
+    is_plan = seq_lens is not None
     words_total = num_tokens // 32 + batch
     num_words = num_heads * words_total * max_blocks
-    zeros = torch.zeros(num_words + num_heads * (1 + parts), dtype=torch.int32, device=device)
+    zeros = torch.zeros(num_words + num_heads + 2, dtype=torch.int32, device=device)
     bitmap, cursors = zeros[:num_words], zeros[num_words:]
     before = torch.empty_like(bitmap)
     num_rows = batch * max_blocks
-    starts = torch.empty((num_heads, num_rows + (not plan)), dtype=torch.int32, device=device)
+    starts = torch.empty((num_heads, num_rows + (not is_plan)), dtype=torch.int32, device=device)
     entries = torch.empty((num_heads, num_tokens * topk), dtype=torch.int32, device=device)
-    if not plan:
+    if not is_plan:
         entries.fill_(-1)
-    part_words = -(-num_tokens // (32 * parts))
-    words = min(256, max(16, triton.next_power_of_2(part_words)))
-    part_words = -(-part_words // words) * words
-    capacity = -(-min(num_tokens, part_words * 32) * topk // item) + min(num_rows, num_tokens * topk)
-    items = torch.empty((parts * num_heads, capacity, 4) if plan else (1,), dtype=torch.int32, device=device)
+    full = num_heads * (num_tokens * topk // item + min(num_rows, num_tokens * topk)) if is_plan else 0
+    tail = num_heads * (num_tokens // item + min(batch, num_tokens)) if is_plan else 0
+    items = torch.empty((full + tail, 4), dtype=torch.int32, device=device)
     tiles = -(-num_tokens // 32) + batch - 1
-    shared = dict(S=topk, SP=triton.next_power_of_2(topk), BLOCK=block_size, BLOCK_B=triton.next_power_of_2(batch))
-    where = (seq_lens if plan else cu_query_lens, cu_query_lens)
+    shared = {
+        "S": topk,
+        "SP": triton.next_power_of_2(topk),
+        "BLOCK": block_size,
+        "BLOCK_B": triton.next_power_of_2(batch),
+        "num_warps": 4,
+    }
+    where = (seq_lens if is_plan else cu_query_lens, cu_query_lens)
     strides = block_ids.stride()
     _mark_kernel[(tiles, num_heads)](
-        block_ids, *where, bitmap, batch, max_blocks, words_total, *strides, **shared, num_warps=4
-    )
+        block_ids, *where, bitmap, batch, max_blocks, words_total, *strides, **shared
+    )  # fmt: skip
+    words = min(256, max(16, triton.next_power_of_2(-(-num_tokens // 32))))
     rows = 1024 // words
     _rows_kernel[(batch * -(-max_blocks // rows), num_heads)](
-        cu_query_lens,
+        *where,
         bitmap,
         before,
         starts,
@@ -260,22 +265,22 @@ def _launch(
         batch,
         max_blocks,
         words_total,
-        capacity,
+        full,
+        BLOCK=block_size,
         WORDS=words,
         ROWS=rows,
-        PARTS=parts,
-        PART_WORDS=part_words,
         ITEM=item,
-        PLAN=plan,
+        ALIGN=align,
+        PLAN=is_plan,
         num_warps=4,
     )
-    if not plan:
+    if not is_plan:
         _starts_kernel[(num_heads,)](starts, num_rows, STEP=4096, num_warps=8)
     _scatter_kernel[(tiles, num_heads)](
         block_ids, *where, bitmap, before, starts, entries, batch, max_blocks, words_total, num_tokens,
-        *strides, starts.stride(0), **shared, num_warps=4,
+        *strides, starts.stride(0), **shared,
     )  # fmt: skip
-    return starts, entries, items, cursors[num_heads:]
+    return starts, Plan(entries, items[:full], items[full:], cursors[num_heads:])
 
 
 def remap(block_ids: torch.Tensor, cu_query_lens: torch.Tensor, *, max_blocks: int) -> BlockQueries:
@@ -285,8 +290,8 @@ def remap(block_ids: torch.Tensor, cu_query_lens: torch.Tensor, *, max_blocks: i
         return BlockQueries(
             block_ids.new_zeros((num_heads, batch * max_blocks + 1)), block_ids.new_full((num_heads, num_tokens * topk), -1)
         )
-    starts, entries, _, _ = _launch(block_ids, None, cu_query_lens, max_blocks, 0, 1, 64)
-    return BlockQueries(starts, entries)
+    starts, work = _launch(block_ids, None, cu_query_lens, max_blocks, 0, 1, 1)
+    return BlockQueries(starts, work.entries)
 
 
 def plan(
@@ -296,13 +301,11 @@ def plan(
     *,
     max_blocks: int,
     block_size: int,
-    parts: int,
     item: int,
+    align: int,
 ) -> Plan:
-    """Work items of at most `item` entries of one block; those of one part of the queries and one head together.
+    """Work items of at most about `item` entries of one block, multiples of `align` where a block has more than one.
 
-    Only blocks that their query sees are planned. `parts` > 1 needs a batch of one request.
+    Only blocks that their query sees are planned. The items of one head stand together, roughly block by block.
     """
-    assert parts == 1 or cu_query_lens.shape[0] == 2
-    _, entries, items, counts = _launch(block_ids, seq_lens, cu_query_lens, max_blocks, block_size, parts, item)
-    return Plan(entries, items, counts)
+    return _launch(block_ids, seq_lens, cu_query_lens, max_blocks, block_size, item, align)[1]

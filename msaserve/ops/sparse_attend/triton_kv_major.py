@@ -8,6 +8,7 @@ the pages stay in L2.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 import triton
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from msaserve.ops.combine.triton import launch as launch_combine
 from msaserve.ops.ragged import slice_rows
-from msaserve.ops.remap.triton import Plan, plan
+from msaserve.ops.remap.triton import plan
 
 PARTIAL_BYTES = 2 << 30
 """Bound on the partial outputs held at once."""
@@ -28,14 +29,13 @@ def _attend_kernel(
     v_cache,
     entries,
     items,
-    counts,
+    count,
     block_table,
     seq_lens,
     cu_query_lens,
     partial_out,
     partial_lse,
     scale_log2,
-    capacity,
     T,
     stride_qt,
     stride_qh,
@@ -56,15 +56,14 @@ def _attend_kernel(
     M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    region = tl.program_id(1)
     slot = tl.program_id(0)
-    if slot < tl.load(counts + region):
-        head = region % HKV
-        item = items + (region.to(tl.int64) * capacity + slot) * 4
-        request = tl.load(item)
-        n = tl.load(item + 1)
-        lo = tl.load(item + 2)
-        hi = tl.load(item + 3)
+    if slot < tl.load(count):
+        owner = tl.load(items + slot * 4)
+        request = owner // HKV
+        head = owner % HKV
+        n = tl.load(items + slot * 4 + 1)
+        lo = tl.load(items + slot * 4 + 2)
+        hi = tl.load(items + slot * 4 + 3)
         page = tl.load(block_table + request.to(tl.int64) * stride_bt + n).to(tl.int64)
         seq_len = tl.load(seq_lens + request)
         # position of token t of this batch, counted from the block's first slot
@@ -113,11 +112,19 @@ def _attend_kernel(
             tl.store(partial_lse + part * G + g, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
 
 
+class FullBlocks(Protocol):
+    """What attends with blocks full of tokens: `attend_items` or another kernel with its arguments."""
+
+    def __call__(self, *args: torch.Tensor, scale: float) -> None: ...
+
+
 def attend_items(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    work: Plan,
+    entries: torch.Tensor,
+    items: torch.Tensor,
+    count: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_query_lens: torch.Tensor,
@@ -130,23 +137,21 @@ def attend_items(
     num_warps: int = 8,
     maxnreg: int | None = 128,
 ) -> None:
-    """Partial outputs of every planned (query, block) pair."""
+    """Partial outputs of the (query, block) pairs of some work items."""
     num_tokens, num_kv_heads, topk, group, dim = partial_out.shape
-    regions, capacity, _ = work.items.shape
-    _attend_kernel[(capacity, regions)](
+    _attend_kernel[(items.shape[0],)](
         q,
         k_cache,
         v_cache,
-        work.entries,
-        work.items,
-        work.counts,
+        entries,
+        items,
+        count,
         block_table,
         seq_lens,
         cu_query_lens,
         partial_out,
         partial_lse,
         scale * math.log2(math.e),
-        capacity,
         num_tokens,
         q.stride(0),
         q.stride(1),
@@ -171,13 +176,6 @@ def attend_items(
     )
 
 
-def parts_of(num_tokens: int, topk: int, num_blocks: int, batch: int) -> int:
-    """Into how many stretches to cut the queries: each block should still find enough of them in a stretch."""
-    if batch != 1:
-        return 1
-    return max(1, min(4, num_tokens // 1024, num_tokens * topk // (max(1, num_blocks) * 48)))
-
-
 def sparse_attend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -192,8 +190,8 @@ def sparse_attend(
     out: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    item: int = 64,
-    parts: int | None = None,
+    item: int = 128,
+    full_blocks: FullBlocks | None = None,
 ) -> torch.Tensor:
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, _, topk = block_ids.shape
@@ -215,10 +213,14 @@ def sparse_attend(
         if end - first < num_tokens:
             lens, cu = slice_rows(seq_lens, cu_query_lens, first, end)
         ids = block_ids[:, first:end]
-        stretches = parts_of(end - first, topk, max_blocks, batch) if parts is None else parts
-        work = plan(ids, lens, cu, max_blocks=max_blocks, block_size=block_size, parts=stretches, item=item)
+        work = plan(
+            ids, lens, cu, max_blocks=max_blocks, block_size=block_size, item=item, align=max(1, 64 // group)
+        )
         some_out, some_lse = partial_out[: end - first], partial_lse[: end - first]
-        attend_items(q[first:end], k_cache, v_cache, work, block_table, lens, cu, some_out, some_lse, scale=scale)
+        tables = (block_table, lens, cu, some_out, some_lse)
+        attend_full = attend_items if full_blocks is None else full_blocks
+        attend_full(q[first:end], k_cache, v_cache, work.entries, work.items, work.counts[:1], *tables, scale=scale)
+        attend_items(q[first:end], k_cache, v_cache, work.entries, work.tail_items, work.counts[1:], *tables, scale=scale)
         launch_combine(
             some_out, some_lse, out[first:end], None, ids, lens, cu, max_blocks=max_blocks, block_size=block_size
         )

@@ -1,0 +1,329 @@
+"""The KV-block-major attention's work items on Hopper: a persistent kernel of one fetching warp and three warpgroups.
+
+The warp brings each item's K and V, double-buffered, and the queries that chose the block, 64 rows (queries × group) at
+a time, through a ring of slots, all by TMA. The warpgroups take the slots in turn, each with a tile of its own, so
+that one's exponentials run beside another's products. Results leave as partial outputs, as in triton_kv_major.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from msaserve.ops.sparse_attend import triton_kv_major
+
+ROWS = 64
+"""Rows of one tile: one warpgroup's share of a wgmma."""
+WARPGROUPS = 3
+
+
+@gluon.jit
+def _fetch(
+    q, k_cache, v_cache, entries, items, count, block_table, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty,
+    T, stride_bt,
+    S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    HALVES: gl.constexpr = D // 64
+    QT: gl.constexpr = ROWS // G
+    done = 0
+    turn = 0
+    for it in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
+        owner = gl.load(items + it * 4)
+        n = gl.load(items + it * 4 + 1)
+        lo = gl.load(items + it * 4 + 2)
+        hi = gl.load(items + it * 4 + 3)
+        request = owner // HKV
+        head = owner % HKV
+        page = gl.load(block_table + request.to(gl.int64) * stride_bt + n)
+        stage = turn % 2
+        mbarrier.wait(kv_empty.index(stage), ((turn // 2) & 1) ^ 1)
+        mbarrier.expect(kv_full.index(stage), 4 * BLOCK * D)
+        for half in gl.static_range(HALVES):
+            tma.async_copy_global_to_shared(
+                k_cache, [page, head, 0, half * 64], kv_full.index(stage), k_smem.index(stage * HALVES + half)
+            )
+        tma.async_copy_global_to_shared(v_cache, [page, head, 0, 0], kv_full.index(stage), v_smem.index(stage))
+        own = entries + head.to(gl.int64) * T * S
+        tiles = (hi - lo + QT - 1) // QT
+        for tile in range(tiles):
+            rows = ()
+            for e in gl.static_range(QT):
+                entry = gl.load(own + gl.minimum(lo + tile * QT + e, hi - 1))
+                rows = rows + ((entry // S * HKV + head) * G,)  # noqa: RUF005 (no unpacking in a kernel)
+            slot = (done + tile) % SLOTS
+            mbarrier.wait(q_empty.index(slot), (((done + tile) // SLOTS) & 1) ^ 1)
+            mbarrier.expect(q_full.index(slot), 2 * ROWS * D)
+            for e in gl.static_range(QT):
+                for half in gl.static_range(HALVES):
+                    tma.async_copy_global_to_shared(
+                        q, [rows[e], half * 64], q_full.index(slot), q_smem.index(slot * HALVES + half).slice(e * G, G, dim=0)
+                    )
+        done += tiles
+        turn += 1
+
+
+@gluon.jit
+def _attend(
+    entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse,
+    k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T,
+    S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr, WG: gl.constexpr,
+):  # fmt: skip
+    HALVES: gl.constexpr = D // 64
+    QT: gl.constexpr = ROWS // G
+    mma_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
+    mma_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma_o, k_width=2)
+    # 16 bytes to a thread and whole rows to a warp, of the rows that the warp holds: no exchange between warps
+    out_layout: gl.constexpr = gl.BlockedLayout([D // 16, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_s))
+    key = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma_s))
+    out_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, out_layout))
+    s = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma_s)
+    o = gl.zeros([ROWS, D], gl.float32, layout=mma_o)
+    done = 0
+    turn = 0
+    for it in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
+        owner = gl.load(items + it * 4)
+        n = gl.load(items + it * 4 + 1)
+        lo = gl.load(items + it * 4 + 2)
+        hi = gl.load(items + it * 4 + 3)
+        request = owner // HKV
+        head = owner % HKV
+        seq_len = gl.load(seq_lens + request)
+        start = gl.load(cu_query_lens + request)
+        stop = gl.load(cu_query_lens + request + 1)
+        # position of token t of this batch, counted from the block's first slot
+        shift = seq_len - stop - n * BLOCK
+        is_masked = shift + start < BLOCK - 1
+        own = entries + head.to(gl.int64) * T * S
+        tiles = (hi - lo + QT - 1) // QT
+        stage = turn % 2
+        mbarrier.wait(kv_full.index(stage), (turn // 2) & 1)
+        for tile in range((WG + WGS - done % WGS) % WGS, tiles, WGS):
+            at = lo + tile * QT + row // G
+            entry = gl.load(own + gl.minimum(at, hi - 1))
+            out_at = lo + tile * QT + out_row // G
+            out_entry = gl.load(own + gl.minimum(out_at, hi - 1))
+            slot = (done + tile) % SLOTS
+            mbarrier.wait(q_full.index(slot), ((done + tile) // SLOTS) & 1)
+            for half in gl.static_range(HALVES):
+                s = warpgroup_mma(
+                    q_smem.index(slot * HALVES + half),
+                    k_smem.index(stage * HALVES + half).reshape([BLOCK, 64]).permute((1, 0)),
+                    s,
+                    use_acc=half > 0,
+                    is_async=True,
+                )
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(q_empty.index(slot), count=1)
+            if is_masked:
+                s = gl.where(key[None, :] <= (shift + entry // S)[:, None], s, float("-inf"))
+            top = gl.max(s, 1) * scale_log2
+            p = gl.exp2(s * scale_log2 - top[:, None])
+            total = gl.sum(p, 1)
+            p = gl.convert_layout(p.to(q_smem.dtype), weights)
+            o = warpgroup_mma(p, v_smem.index(stage).reshape([BLOCK, D]), o, use_acc=False, is_async=True)
+            part = (entry // S).to(gl.int64) * (HKV * S) + (head * S + entry % S)
+            gl.store(partial_lse + part * G + row % G, (top + gl.log2(total)) * 0.6931471805599453, mask=at < hi)
+            o = warpgroup_mma_wait(0, deps=(o,))
+            scaled = o * gl.convert_layout(1.0 / total, gl.SliceLayout(1, mma_o))[:, None]
+            part = (out_entry // S).to(gl.int64) * (HKV * S) + (head * S + out_entry % S)
+            gl.store(
+                partial_out + (part * G + out_row % G)[:, None] * D + column[None, :],
+                gl.convert_layout(scaled.to(partial_out.dtype.element_ty), out_layout),
+                mask=(out_at < hi)[:, None],
+            )
+        mbarrier.arrive(kv_empty.index(stage), count=1)
+        done += tiles
+        turn += 1
+
+
+@gluon.jit
+def _attend_0(entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
+    _attend(entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, 0)  # fmt: skip
+
+
+@gluon.jit
+def _attend_1(entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
+    _attend(entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, 1)  # fmt: skip
+
+
+@gluon.jit
+def _attend_2(entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
+    _attend(entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, 2)  # fmt: skip
+
+
+@gluon.jit
+def _attend_kernel(
+    q,
+    k_cache,
+    v_cache,
+    entries,
+    items,
+    count,
+    block_table,
+    seq_lens,
+    cu_query_lens,
+    partial_out,
+    partial_lse,
+    scale_log2,
+    T,
+    stride_bt,
+    S: gl.constexpr,
+    HKV: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK: gl.constexpr,
+    ROWS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    WGS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    HALVES: gl.constexpr = D // 64
+    element: gl.constexpr = partial_out.dtype.element_ty
+    k_smem = gl.allocate_shared_memory(element, [2 * HALVES, 1, 1, BLOCK, 64], k_cache.layout)
+    v_smem = gl.allocate_shared_memory(element, [2, 1, 1, BLOCK, D], v_cache.layout)
+    q_smem = gl.allocate_shared_memory(element, [SLOTS * HALVES, ROWS, 64], q.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(kv_full.index(i), count=1)
+        mbarrier.init(kv_empty.index(i), count=WGS)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    if WGS == 3:
+        gl.warp_specialize(
+            [
+                (_attend_0, (entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS)),
+                (_attend_1, (entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS)),
+                (_attend_2, (entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS)),
+                (_fetch, (q, k_cache, v_cache, entries, items, count, block_table, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, stride_bt, S, HKV, G, D, BLOCK, ROWS, SLOTS)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_0, (entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS)),
+                (_attend_1, (entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS)),
+                (_fetch, (q, k_cache, v_cache, entries, items, count, block_table, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, stride_bt, S, HKV, G, D, BLOCK, ROWS, SLOTS)),
+            ],
+            [4, 1],
+            [232, 24],
+        )  # fmt: skip
+
+
+def why_not(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> str | None:
+    """None if the kernel can serve these, else the reason."""
+    _, block_size, num_kv_heads, dim = k_cache.shape
+    if q.dtype not in (torch.bfloat16, torch.float16) or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+        return "q, k_cache and v_cache must all be bfloat16 or all float16"
+    if q.shape[1] // num_kv_heads not in (8, 16, 32, 64):
+        return "8, 16, 32 or 64 query heads to a KV head are needed"
+    if dim not in (64, 128) or block_size not in (64, 128):
+        return "the head dim and the block size must be 64 or 128"
+    if q.stride(2) != 1 or q.stride(0) != q.shape[1] * q.stride(1):
+        return "q's heads must lie at even distances"
+    tensors = (q, k_cache, v_cache)
+    if any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1]) for x in tensors):
+        return "q and the caches must lie on 16-byte boundaries"
+    return None
+
+
+def attend_items(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    entries: torch.Tensor,
+    items: torch.Tensor,
+    count: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    *,
+    scale: float,
+    slots: int = 3,
+    warpgroups: int = 3,
+) -> None:
+    """Partial outputs of the (query, block) pairs of some work items, whose blocks are full of tokens."""
+    num_tokens, num_kv_heads, topk, group, dim = partial_out.shape
+    block_size = k_cache.shape[1]
+    element = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    rows = q.as_strided((num_tokens * num_kv_heads * group, dim), (q.stride(1), 1))
+    k_box, v_box = [1, 1, block_size, 64], [1, 1, block_size, dim]
+    workers = torch.cuda.get_device_properties(q.device).multi_processor_count
+    _attend_kernel[(min(items.shape[0], workers),)](
+        TensorDescriptor.from_tensor(rows, [group, 64], swizzled),
+        TensorDescriptor.from_tensor(
+            k_cache.permute(0, 2, 1, 3), k_box, gl.NVMMASharedLayout.get_default_for(k_box, element)
+        ),
+        TensorDescriptor.from_tensor(
+            v_cache.permute(0, 2, 1, 3), v_box, gl.NVMMASharedLayout.get_default_for(v_box, element)
+        ),
+        entries,
+        items,
+        count,
+        block_table,
+        seq_lens,
+        cu_query_lens,
+        partial_out,
+        partial_lse,
+        scale * math.log2(math.e),
+        num_tokens,
+        block_table.stride(0),
+        S=topk,
+        HKV=num_kv_heads,
+        G=group,
+        D=dim,
+        BLOCK=block_size,
+        ROWS=ROWS,
+        SLOTS=slots,
+        WGS=warpgroups,
+        num_warps=4,
+    )
+
+
+def sparse_attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    out: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return triton_kv_major.sparse_attend(
+        q,
+        k_cache,
+        v_cache,
+        block_ids,
+        block_table,
+        seq_lens,
+        cu_query_lens,
+        scale=scale,
+        max_query_len=max_query_len,
+        out=out,
+        full_blocks=attend_items,
+    )
