@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import ipaddress
 import json
@@ -22,7 +21,7 @@ from msaserve.config import EngineConfig, ModelConfig
 from msaserve.errors import InvalidRequestError, MsaserveError
 from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
-from msaserve.gateway.server import BindError, bind, run
+from msaserve.gateway.server import BindError, bind, run, run_loop
 from msaserve.gateway.tokenizer import Tokenizer
 from msaserve.observe.log import configure_logging
 
@@ -94,7 +93,7 @@ class Serve:
             finally:
                 await client.close()
 
-        asyncio.run(run_all())
+        run_loop(run_all())
         return 0
 
 

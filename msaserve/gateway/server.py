@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,21 +29,33 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         BindError: the port is in use, or the address is not this machine's.
     """
+    if not 0 <= port < 65_536:  # getaddrinfo would take it modulo 65536
+        raise BindError(f"cannot listen on {host} port {port}: ports are 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise BindError(f"cannot listen on {host} port {port}: {error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        reason = os.strerror(error.errno) if error.errno else str(error)
         raise BindError(f"cannot listen on {host} port {port}: {reason}") from error
     return listener
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """asyncio.run on the fastest event loop that is installed."""
+    try:
+        import uvloop
+    except ImportError:  # there is none for Windows
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
 
 
 async def run(
