@@ -81,8 +81,14 @@ def _attend(
     mma_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
     mma_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     weights: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma_o, k_width=2)
-    # 16 bytes to a thread and whole rows to a warp, of the rows that the warp holds: no exchange between warps
-    out_layout: gl.constexpr = gl.BlockedLayout([D // 16, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    # 8 bytes to a thread, a whole sector to four, one exchange between neighbours away from mma_o
+    out_layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]] if D == 128 else [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[ROWS, D],
+    )
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_s))
     key = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma_s))
     out_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
@@ -257,7 +263,7 @@ def attend_items(
     partial_lse: torch.Tensor,
     *,
     scale: float,
-    slots: int = 3,
+    slots: int = 6,
     warpgroups: int = 3,
 ) -> None:
     """Partial outputs of the (query, block) pairs of some work items, whose blocks are full of tokens."""
