@@ -47,42 +47,16 @@ def order_key(score, n, num_blocks, first_local):
 
 
 @triton.jit
-def best_of(keys, ids, SP: tl.constexpr):
-    """The ids of the SP largest keys, largest first; of equal keys the lower id comes first. Ids are distinct."""
-    other, mine = keys[:, None], keys[None, :]
-    before = (other > mine) | ((other == mine) & (ids[:, None] < ids[None, :]))
-    rank = tl.sum(before.to(tl.int32), 0)
-    return tl.sum(tl.where(rank[:, None] == tl.arange(0, SP)[None, :], ids[:, None], 0), 0)
-
-
-@triton.jit
-def best_in_runs(scores, num_blocks, first_local, runs, RUN: tl.constexpr, COUNT: tl.constexpr, SP: tl.constexpr):
-    """The SP best of the blocks in COUNT runs of RUN consecutive blocks each, best first.
-
-    The candidates are cut into at most `LIMIT` shorter runs and the SP of these with the best maxima are searched
-    in turn. A block outside of them has a better block in each of the SP, so nothing is lost.
-    """
-    LIMIT: tl.constexpr = 128 if SP <= 32 else 4 * SP
-    CUT: tl.constexpr = COUNT * RUN // LIMIT if COUNT * RUN > LIMIT else 1
-    PIECES: tl.constexpr = RUN // CUT
-    pieces = tl.reshape(runs[:, None] * PIECES + tl.arange(0, PIECES)[None, :], (COUNT * PIECES,))
-    if CUT == 1:
-        score = tl.load(scores + pieces, mask=pieces < num_blocks, other=0.0)
-        return best_of(order_key(score, pieces, num_blocks, first_local), pieces, SP)
-    else:
-        n = pieces[:, None] * CUT + tl.arange(0, CUT)[None, :]
-        score = tl.load(scores + n, mask=n < num_blocks, other=0.0)
-        best = best_of(tl.max(order_key(score, n, num_blocks, first_local), 1), pieces, SP)
-        return best_in_runs(scores, num_blocks, first_local, best, CUT, SP, SP)
-
-
-@triton.jit
-def top_blocks(scores, visible, local_blocks, BLOCK: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr):
-    """[SP] block ids of the row of at most NP scores, best first, −1 after the last valid one and from S on."""
-    num_blocks = (visible + BLOCK - 1) // BLOCK
-    best = best_in_runs(scores, num_blocks, num_blocks - local_blocks, tl.arange(0, 1), NP, 1, SP)
+def take_best(key, n, S, SP: tl.constexpr):
+    """[SP]: the n of the S largest keys, largest first, of equal keys the lower n first. Once all are taken, any again."""
     place = tl.arange(0, SP)
-    return tl.where((place < num_blocks) & (place < S), best, -1)
+    chosen = tl.full((SP,), 0x7FFFFFFF, tl.int32)
+    for i in range(S):
+        top = tl.max(key, 0)
+        first = tl.min(tl.where(key == top, n, 0x7FFFFFFF), 0)
+        chosen = tl.where(place == i, first, chosen)
+        key = tl.where(n == first, -0x80000000, key)
+    return chosen
 
 
 @triton.jit
@@ -93,7 +67,8 @@ def score_kernel(
     seq_lens,
     cu_query_lens,
     scores,
-    zeroed,
+    comb_scores,
+    comb_blocks,
     stride_qt,
     stride_qh,
     stride_kp,
@@ -107,25 +82,26 @@ def score_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    ZERO: tl.constexpr,
+    COMBS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores of every gridDim.x-th block of request program_id(1), from block program_id(0) on.
+    """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with COMBS their best.
 
-    Row r of the R (≥ H · QP) stands for index head r // QP and query token r % QP of the request. With ZERO, also
-    clears zeroed [T, H] for the next launch.
+    Row r of the R (≥ H · QP) stands for index head r // QP and query token r % QP of the request.
     """
     first = tl.program_id(0)
     step = tl.num_programs(0)
     request = tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # The batch's description is older than the launch before; the first page is asked for with the lengths.
+    table = block_table + request * stride_b
+    page = tl.load(table + first)
     seq_len = tl.load(seq_lens + request)
     start = tl.load(cu_query_lens + request)
     query_len = tl.load(cu_query_lens + request + 1) - start
     num_blocks = tl.where(query_len > 0, (seq_len + BLOCK - 1) // BLOCK, 0)
-
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     r = tl.arange(0, R)
     head = r // QP
     token = r % QP
@@ -135,54 +111,88 @@ def score_kernel(
     q = tl.load(
         index_q + row[None, :] * stride_qt + head[None, :] * stride_qh + d[:, None], mask=real[None, :], other=0.0
     )
-    if ZERO and first == 0:
-        tl.store(zeroed + row * H + head, tl.zeros((R,), tl.int32), mask=real)
     visible = seq_len - query_len + token + 1
     out = scores + head * stride_sh + row * stride_st
     offset = tl.arange(0, BLOCK)
     keys = index_k + offset[:, None] * stride_kn + d[None, :]
-    table = block_table + request * stride_b
+    comb_best = tl.full((R,), float("-inf"), tl.float32)
+    comb_block = tl.full((R,), 0, tl.int32) + first
     for n in tl.range(first, num_blocks, step, num_stages=STAGES):
-        page = tl.load(table + n).to(tl.int64)
-        k = tl.load(keys + page * stride_kp)
+        k = tl.load(keys + page.to(tl.int64) * stride_kp)
+        page = tl.load(table + n + step, mask=n + step < num_blocks, other=0)
         s = tl.dot(k, q)
         seen = (n * BLOCK + offset)[:, None] < visible[None, :]
         # A NaN key compares false and is left out like an unseen one.
         best = tl.max(tl.where(seen & (s > float("-inf")), s, float("-inf")), 0)
         tl.store(out + n, best, mask=real)
+        if COMBS:
+            comb_block = tl.where(best > comb_best, n, comb_block)
+            comb_best = tl.maximum(best, comb_best)
+    if COMBS:
+        at = (row * H + head) * step + first
+        tl.store(comb_scores + at, comb_best, mask=real)
+        tl.store(comb_blocks + at, comb_block, mask=real)
 
 
 @triton.jit
 def select_kernel(
     scores,
+    comb_scores,
+    comb_blocks,
     seq_lens,
     cu_query_lens,
     block_ids,
     num_requests,
     local_blocks,
+    combs,
     stride_sh,
     stride_st,
     stride_ih,
     stride_it,
     BP: tl.constexpr,
     BLOCK: tl.constexpr,
-    NP: tl.constexpr,
     S: tl.constexpr,
     SP: tl.constexpr,
+    CP: tl.constexpr,
+    RP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """block_ids of query token program_id(0) and index head program_id(1)."""
+    """block_ids of query token program_id(0) and index head program_id(1), by one warp: it needs no barriers.
+
+    With RP > 0, comb c of `combs` is the blocks c, c + combs, … of which the scan kept the best. Only the S combs
+    with the best of these are searched: a block of another comb has S better blocks against it.
+    """
     t = tl.program_id(0)
     head = tl.program_id(1)
-    # The scan waited for everything before it, so what it did not write may be read before it ends.
     request, visible = locate(cu_query_lens, seq_lens, t, num_requests, BP)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    num_blocks = (visible + BLOCK - 1) // BLOCK
+    first_local = num_blocks - local_blocks
     row = scores + head.to(tl.int64) * stride_sh + t.to(tl.int64) * stride_st
-    best = top_blocks(row, visible, local_blocks, BLOCK, NP, S, SP)
+    c = tl.arange(0, CP)
+    if RP == 0:
+        n = c
+        is_in = c < num_blocks
+        score = tl.load(row + c, mask=is_in, other=0.0)
+        key = order_key(score, n, num_blocks, first_local)
+    else:
+        at = (t.to(tl.int64) * tl.num_programs(1) + head) * combs + c
+        is_in = (c < combs) & (c < num_blocks)
+        best = tl.load(comb_scores + at, mask=is_in, other=0.0)
+        block = tl.load(comb_blocks + at, mask=is_in, other=0)
+        # A forced block stands for its comb, the last of them if it has several.
+        last = c + (num_blocks - 1 - c) // combs * combs
+        block = tl.where(is_in, tl.where(last >= first_local, last, block), 0x7FFFFFFF)
+        top = take_best(order_key(best, block, num_blocks, first_local), block, S, SP)
+        start = tl.where(top < num_blocks, top % combs, 0x40000000)
+        n = tl.reshape(start[:, None] + (tl.arange(0, RP) * combs)[None, :], (SP * RP,))
+        score = tl.load(row + n, mask=n < num_blocks, other=0.0)
+        key = order_key(score, n, num_blocks, first_local)
     place = tl.arange(0, SP)
-    tl.store(block_ids + head * stride_ih + t * stride_it + place, best, mask=place < S)
+    ids = tl.where(place < num_blocks, take_best(key, n, S, SP), -1)
+    tl.store(block_ids + head * stride_ih + t * stride_it + place, ids, mask=place < S)
 
 
 def why_not(
@@ -224,56 +234,6 @@ def why_not_here(q: torch.Tensor) -> str | None:
     return None
 
 
-def scan(
-    index_q: torch.Tensor,
-    index_k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    *,
-    max_query_len: int,
-    max_seq_len: int,
-    zeroed: torch.Tensor | None = None,
-    programs: int = SCORE_PROGRAMS,
-    stages: int = 3,
-    warps: int = 4,
-) -> torch.Tensor:
-    """[Hkv, T, N] float32 block scores, written for real queries and visible blocks only."""
-    num_rows, num_heads, dim = index_q.shape
-    num_requests = seq_lens.shape[0]
-    block_size = index_k_cache.shape[1]
-    num_blocks = triton.cdiv(max_seq_len, block_size)
-    scores = torch.empty((num_heads, num_rows, num_blocks), dtype=torch.float32, device=index_q.device)
-    splits = max(1, min(num_blocks, programs // max(1, num_requests)))
-    query_pad = triton.next_power_of_2(max_query_len)
-    score_kernel[(splits, num_requests)](
-        index_q,
-        index_k_cache,
-        block_table,
-        seq_lens,
-        cu_query_lens,
-        scores,
-        zeroed,
-        index_q.stride(0),
-        index_q.stride(1),
-        index_k_cache.stride(0),
-        index_k_cache.stride(1),
-        block_table.stride(0),
-        scores.stride(0),
-        scores.stride(1),
-        H=num_heads,
-        QP=query_pad,
-        R=max(8, triton.next_power_of_2(num_heads) * query_pad),
-        D=dim,
-        BLOCK=block_size,
-        STAGES=stages,
-        ZERO=zeroed is not None,
-        num_warps=warps,
-        **launch_options(index_q),
-    )
-    return scores
-
-
 def launch_options(tensor: torch.Tensor) -> dict[str, bool]:
     """Programmatic dependent launch where there is such a thing: a kernel's start overlaps the end of the one before."""
     return {"PDL": True, "launch_pdl": True} if tensor.is_cuda else {"PDL": False}
@@ -291,40 +251,80 @@ def select_blocks(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
+    programs: int = SCORE_PROGRAMS,
+    stages: int = 2,
     warps: int = 4,
+    direct: int = 1024,
+    stop: bool = False,
 ) -> torch.Tensor:
-    num_rows, num_heads, _ = index_q.shape
+    num_rows, num_heads, dim = index_q.shape
+    num_requests = seq_lens.shape[0]
     block_size = index_k_cache.shape[1]
+    num_blocks = triton.cdiv(max_seq_len, block_size)
+    combs = max(1, min(num_blocks, programs // num_requests))
+    run = 0
+    if num_blocks > direct:
+        combs = min(combs, direct)
+        run = triton.next_power_of_2(triton.cdiv(num_blocks, combs))
+    scores = torch.empty((num_heads, num_rows, num_blocks), dtype=torch.float32, device=index_q.device)
+    comb_scores, comb_blocks = scores, scores
+    if run:
+        comb_scores = torch.empty((num_rows, num_heads, combs), dtype=torch.float32, device=index_q.device)
+        comb_blocks = torch.empty((num_rows, num_heads, combs), dtype=torch.int32, device=index_q.device)
     if out is None:
         out = torch.empty((num_heads, num_rows, topk), dtype=torch.int32, device=index_q.device)
-    scores = scan(
+    query_pad = triton.next_power_of_2(max_query_len)
+    topk_pad = triton.next_power_of_2(topk)
+    options = launch_options(index_q)
+    score_kernel[(combs, num_requests)](
         index_q,
         index_k_cache,
         block_table,
         seq_lens,
         cu_query_lens,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
+        scores,
+        comb_scores,
+        comb_blocks,
+        index_q.stride(0),
+        index_q.stride(1),
+        index_k_cache.stride(0),
+        index_k_cache.stride(1),
+        block_table.stride(0),
+        scores.stride(0),
+        scores.stride(1),
+        H=num_heads,
+        QP=query_pad,
+        R=max(8, triton.next_power_of_2(num_heads) * query_pad),
+        D=dim,
+        BLOCK=block_size,
+        STAGES=stages,
+        COMBS=run > 0,
+        num_warps=warps,
+        **options,
     )
-    topk_pad = max(4, triton.next_power_of_2(topk))
-    num_requests = seq_lens.shape[0]
+    if stop:
+        return scores
     select_kernel[(num_rows, num_heads)](
         scores,
+        comb_scores,
+        comb_blocks,
         seq_lens,
         cu_query_lens,
         out,
         num_requests,
         local_blocks,
+        combs,
         scores.stride(0),
         scores.stride(1),
         out.stride(0),
         out.stride(1),
         BP=triton.next_power_of_2(num_requests),
         BLOCK=block_size,
-        NP=max(topk_pad, triton.next_power_of_2(scores.shape[2])),
         S=topk,
         SP=topk_pad,
-        num_warps=warps,
-        **launch_options(index_q),
+        CP=max(topk_pad, triton.next_power_of_2(combs if run else num_blocks)),
+        RP=run,
+        num_warps=1,
+        **options,
     )
     return out

@@ -42,11 +42,12 @@ def attend_pieces(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    SP: tl.constexpr,
     S: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Pieces split, split + SPLITS … of the S · BLOCK / TILE that the ids stand for.
+    """Pieces split, split + SPLITS … of the S · BLOCK / TILE that the ids [SP] stand for.
 
     Returns (out [16, D] divided by its sum, lse [16] in base 2; 0 and −inf where nothing is visible).
     """
@@ -57,17 +58,19 @@ def attend_pieces(
         q_ptr + q_row + (head * G + g)[:, None] * stride_qh + d[None, :], mask=(g < G)[:, None], other=0.0
     )
     PARTS: tl.constexpr = BLOCK // TILE
+    # An id out of range sees nothing and reads no page but 0.
+    place = tl.arange(0, SP)
+    is_valid = (ids >= 0) & (ids * BLOCK < visible)
+    pages = tl.load(table + tl.where(is_valid, ids, 0), mask=is_valid, other=0)
+    rests = tl.where(is_valid, visible - ids * BLOCK, 0)
     best = tl.full((16,), float("-inf"), tl.float32)
     total = tl.zeros((16,), tl.float32)
     acc = tl.zeros((16, D), tl.float32)
     for piece in tl.range(split, S * PARTS, SPLITS, num_stages=STAGES):
-        n = tl.load(ids + piece // PARTS)
-        start = n * BLOCK + (piece % PARTS) * TILE
-        # An id out of range sees nothing and reads the request's first page number only.
-        seen = tl.where((n >= 0) & (start < visible), visible - start, 0)
-        page = tl.load(table + tl.where(seen > 0, n, 0)).to(tl.int64)
+        mine = place == piece // PARTS
+        page = tl.sum(tl.where(mine, pages, 0), 0).to(tl.int64)
         row = (piece % PARTS) * TILE + offset
-        is_seen = offset < seen
+        is_seen = row < tl.sum(tl.where(mine, rests, 0), 0)
         k = tl.load(
             k_ptr + page * stride_kp + head * stride_kh + row[None, :] * stride_kn + d[:, None],
             mask=is_seen[None, :],
@@ -128,6 +131,7 @@ def attend_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    SP: tl.constexpr,
     S: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -139,18 +143,21 @@ def attend_kernel(
     split = tl.program_id(0)
     head = tl.program_id(1)
     t = tl.program_id(2)
+    # The batch's description is older than the launch before.
+    request, visible = locate(cu_query_lens, seq_lens, t, num_requests, BP)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    request, visible = locate(cu_query_lens, seq_lens, t, num_requests, BP)
     row = t.to(tl.int64)
+    place = tl.arange(0, SP)
+    ids = tl.load(block_ids + head * stride_ih + row * stride_it + place, mask=place < S, other=-1)
     if SCALED_K:
         scale_log2 *= tl.load(k_scale + head * stride_ks)
     acc, lse = attend_pieces(
         q_ptr,
         k_ptr,
         v_ptr,
-        block_ids + head * stride_ih + row * stride_it,
+        ids,
         block_table + request * stride_b,
         visible,
         head,
@@ -168,6 +175,7 @@ def attend_kernel(
         D,
         BLOCK,
         TILE,
+        SP,
         S,
         SPLITS,
         STAGES,
@@ -312,6 +320,7 @@ def sparse_attend(
         D=dim,
         BLOCK=block_size,
         TILE=tile,
+        SP=triton.next_power_of_2(topk),
         S=topk,
         SPLITS=splits,
         STAGES=stages,
@@ -321,19 +330,25 @@ def sparse_attend(
         **options,
     )
     if splits > 1:
-        merge_kernel[(num_heads, num_rows)](
-            partial_out,
-            partial_lse,
-            out,
-            out.stride(0),
-            out.stride(1),
-            G=group,
-            D=dim,
-            SPLITS=splits,
-            num_warps=2,
-            **options,
-        )
+        merge(partial_out, partial_lse, out)
     return out
+
+
+def merge(partial_out: torch.Tensor, partial_lse: torch.Tensor, out: torch.Tensor) -> None:
+    """out [T, Hq, D] from partial_out [T, Hkv, splits, G, D] and partial_lse [T, Hkv, splits, G] (base 2)."""
+    num_rows, num_heads, dim = out.shape
+    merge_kernel[(num_heads, num_rows)](
+        partial_out,
+        partial_lse,
+        out,
+        out.stride(0),
+        out.stride(1),
+        G=partial_out.shape[3],
+        D=dim,
+        SPLITS=partial_out.shape[2],
+        num_warps=2,
+        **launch_options(out),
+    )
 
 
 def head_step(scale: torch.Tensor | None) -> int:
