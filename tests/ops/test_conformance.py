@@ -173,6 +173,44 @@ def test_sparse_attend_of_rows_that_chose_nothing(call: Call, device: str) -> No
     assert out[3, : case.spec.group].abs().sum() > 0
 
 
+def select_in_padding(case: Case) -> torch.Tensor:
+    """A selection in which padding rows name blocks too."""
+    ids = select(case)
+    padding = sorted(set(range(ids.shape[1])) - {row for row, _, _ in ops_oracle.rows(case)})
+    ids[:, padding] = torch.arange(case.spec.topk, dtype=torch.int32, device=ids.device)
+    return ids
+
+
+@pytest.mark.operator("sparse_attend")
+@pytest.mark.parametrize("name", ["padding", "nothing_but_padding"])
+def test_sparse_attend_of_blocks_chosen_in_padding_rows(call: Call, device: str, name: str) -> None:
+    case = build(SPECS[name], device=device)
+    ids = select_in_padding(case)
+    out = call(case.q, case.k_cache, case.v_cache, ids, *case.batch, max_query_len=case.spec.max_query_len)
+    assert_attention(out, expected_attention(name, torch.float32, device, "random"), case)
+
+
+@pytest.mark.operator("page_table")
+def test_page_table_of_blocks_chosen_in_padding_rows(call: Call, device: str) -> None:
+    case = build(SPECS["padding"], device=device)
+    options = {"block_size": case.spec.block_size, "num_kv_heads": case.spec.num_kv_heads}
+    expected = call(select(case), *case.batch, **options)
+    found = call(select_in_padding(case), *case.batch, **options)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.operator("remap")
+def test_remap_leaves_out_rows_of_no_request(call: Call, device: str) -> None:
+    case = build(SPECS["padding"], device=device)
+    ids = select(case)
+    expected = call(ids, case.cu_query_lens, max_blocks=case.block_table.shape[1])
+    ids[:, -case.spec.tail_rows :] = torch.arange(case.spec.topk, dtype=torch.int32, device=device)
+    indptr, entries = call(ids, case.cu_query_lens, max_blocks=case.block_table.shape[1])
+    assert torch.equal(indptr, expected.indptr)
+    assert torch.equal(entries, expected.entries)
+
+
 @pytest.mark.operator("sparse_attend")
 @pytest.mark.parametrize("is_per_head", [False, True])
 def test_sparse_attend_reads_fp8_with_scales(call: Call, device: str, is_per_head: bool) -> None:

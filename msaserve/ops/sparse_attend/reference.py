@@ -42,10 +42,10 @@ def sparse_attend(
         tile = slice(row, row + rows_per_tile)
         for head in range(num_kv_heads):
             ids = block_ids[head, tile].long()
-            is_valid = (ids >= 0) & (ids < max_blocks)
             pages = block_table[requests[tile, None], ids.clamp(0, max_blocks - 1)]
             tokens = ids[..., None] * block_size + offsets
-            is_visible = (is_valid[..., None] & (tokens <= positions[tile, None, None])).flatten(1)
+            # Tokens of an id beyond the request's blocks stand after the query, as those of later blocks do.
+            is_visible = ((ids >= 0)[..., None] & (tokens <= positions[tile, None, None])).flatten(1)
             keys = read_pages(k_cache[:, :, head], pages, dtype).flatten(1, 2)
             values = read_pages(v_cache[:, :, head], pages, dtype).flatten(1, 2)
             # A weight of 0 does not silence NaN.
