@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -55,8 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "n": (1, math.inf),
             "max_tokens": (1, math.inf),
             "min_tokens": (0, math.inf if self.max_tokens is None else self.max_tokens),
-            "temperature": (0, sys.float_info.max),
-            "top_p": (sys.float_info.min, 1),
+            "temperature": (0, 1e6),
+            "top_p": (0, 1),
             "top_k": (0, math.inf),
             "min_p": (0, 1),
             "presence_penalty": (-100, 100),
@@ -68,6 +67,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and not lowest <= value <= highest:
                 raise InvalidRequestError(f"{name} must be within {lowest:g} … {highest:g}, not {value}", param=name)
+        if self.top_p == 0:
+            raise InvalidRequestError("top_p must be above 0, not 0: it would leave no token", param="top_p")
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(self, name):
                 if not 0 <= token < vocab_size:
