@@ -89,7 +89,7 @@ class Serve:
             client = InProcessClient(AsyncEngine(engine))
             try:
                 app = create_app(client, tokenizer, template, settings)
-                await run(app, listener, drain_seconds=self.drain_seconds, on_ready=on_ready)
+                await run(app, listener, drain_seconds=self.drain_seconds, on_ready=on_ready, cut=client.close)
             finally:
                 await client.close()
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -175,12 +176,14 @@ class Gateway:
         )
         generates = []
         for i, token_ids in enumerate(await _run(encode, len(body))):
-            check_length(len(token_ids), sampling.max_tokens, model, param="prompt")
+            check_length(len(token_ids), asked.max_tokens, model, param="prompt")
+            # OpenAI's default must not refuse a prompt that fits.
+            max_tokens = min(sampling.max_tokens or 0, model.max_model_len - len(token_ids))
             generates.append(
                 GenerateRequest(
                     request_id=f"{answer.id}-{i}",
                     prompt_token_ids=token_ids,
-                    sampling=sampling,
+                    sampling=replace(sampling, max_tokens=max_tokens),
                     cache_salt=asked.cache_salt or "",
                 )
             )

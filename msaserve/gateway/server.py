@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import os
 import signal
 import socket
@@ -17,6 +19,11 @@ from msaserve.errors import MsaserveError
 
 _KEEP_ALIVE_SECONDS = 75
 """Idle connections live longer than the pools of common clients keep them, so that none is reused as it closes."""
+
+_CUT_SECONDS = 5
+"""For requests that were cut to tell their clients; then connections are closed whatever happens on them."""
+
+_log = logging.getLogger(__name__)
 
 
 class BindError(MsaserveError):
@@ -59,26 +66,41 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def run(
-    app: Starlette, listener: socket.socket, *, drain_seconds: int, on_ready: Callable[[], None] | None = None
+    app: Starlette,
+    listener: socket.socket,
+    *,
+    drain_seconds: float,
+    on_ready: Callable[[], None],
+    cut: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then let requests in flight end for drain_seconds. A second signal exits at once.
+    """Serve until SIGTERM or SIGINT, then let requests in flight end. A second signal ends the process at once.
 
-    app: of `gateway.app.create_app`. on_ready: called once requests are accepted.
+    Args:
+        app: of `gateway.app.create_app`.
+        on_ready: called once requests are accepted.
+        cut: ends every request that still runs drain_seconds after the signal.
     """
     server = _Server(app, drain_seconds, on_ready)
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
+    for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop, number)
+    late = loop.create_task(_cut_late(server, drain_seconds, cut))
     try:
         await server.serve(sockets=[listener])
     finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
+        late.cancel()
+        await asyncio.gather(late, return_exceptions=True)
+
+
+async def _cut_late(server: _Server, drain_seconds: float, cut: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    await server.is_stopping.wait()
+    await asyncio.sleep(drain_seconds)
+    _log.warning("requests still run after %g s of draining; ending them", drain_seconds)
+    await cut()
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, app: Starlette, drain_seconds: int, on_ready: Callable[[], None] | None) -> None:
+    def __init__(self, app: Starlette, drain_seconds: float, on_ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -86,15 +108,16 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 ws="none",
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=drain_seconds,
+                timeout_graceful_shutdown=math.ceil(drain_seconds) + _CUT_SECONDS,
             )
         )
         self._app = app
         self._on_ready = on_ready
+        self.is_stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.started and self._on_ready is not None:
+        if self.started:
             self._on_ready()
 
     @contextmanager
@@ -103,7 +126,8 @@ class _Server(uvicorn.Server):
         yield
 
     def stop(self, number: int) -> None:
-        if self.should_exit:
+        if self.is_stopping.is_set():
             os._exit(128 + number)
+        self.is_stopping.set()
         self._app.state.gateway.is_draining = True
         self.should_exit = True

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from msaserve.errors import EngineError, InvalidRequestError, OverloadedError
+from msaserve.errors import EngineError, InvalidRequestError, MsaserveError, OverloadedError
 from msaserve.gateway.openai import ErrorBody
 
 _log = logging.getLogger(__name__)
@@ -58,12 +58,19 @@ _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 4
 
 def error_response(error: BaseException) -> Response:
     status, body = error_of(error)
-    if status == 500:
-        _log.error("request failed", exc_info=error)
+    _log_failure(error, status)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if status == 503:
         headers["retry-after"] = "1"
     return Response(body.encode(), status, headers, media_type="application/json")
+
+
+def _log_failure(error: BaseException, status: int) -> None:
+    if isinstance(error, MsaserveError):
+        if status >= 500:
+            _log.error("request failed: %s", error)
+    elif status >= 500:
+        _log.error("request failed", exc_info=error)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -156,8 +163,7 @@ class EventStream:
                 payload = await anext(self._events, None)
         except Exception as error:
             status, body = error_of(error)
-            if status == 500:
-                _log.error("stream failed", exc_info=error)
+            _log_failure(error, status)
             await self._send(send, b"data: " + body.encode() + b"\n\n")
         finally:
             keep_alive.cancel()

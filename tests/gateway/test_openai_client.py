@@ -80,6 +80,8 @@ def test_completions_of_token_ids(openai_client: openai.OpenAI, engine: FakeClie
     openai_client.completions.create(model="tiny", prompt=[[5], [6]])
     assert [r.prompt_token_ids for r in engine.requests] == [[5, 6, 260], [5], [6]]
     assert engine.requests[0].sampling.max_tokens == 16
+    openai_client.completions.create(model="tiny", prompt=[5] * 4090)
+    assert engine.requests[-1].sampling.max_tokens == 6
 
 
 def test_completions_stream(openai_client: openai.OpenAI) -> None:
