@@ -171,7 +171,7 @@ class AsyncEngine:
                 self._deliver()
                 if not self._engine.has_work():
                     self._rest()
-        except Exception as error:
+        except BaseException as error:
             _log.exception("the engine has stopped")
             self._failure = f"the engine has stopped: {type(error).__name__}: {error}"
         self._end()
