@@ -107,7 +107,13 @@ class MediaPool:
             del self._flights[key]
 
     async def _run_in_process(self, job: Job, data: bytes) -> Prepared:
-        process = self._idle.pop() if self._idle else _Process(self._setup)
+        process = _Process(self._setup)
+        while self._idle:
+            idle = self._idle.pop()
+            # One may have been ended from outside, for want of memory or by an operator.
+            if idle.is_running:
+                process = idle
+                break
         self._busy.add(process)
         timeout = self._limits.image_timeout_s if job.modality == "image" else self._limits.video_timeout_s
         try:
@@ -193,6 +199,10 @@ class _Process:
             raise InvalidRequestError(message.message, code=message.code)
         assert isinstance(message, Done)
         return message.item(payload)
+
+    @property
+    def is_running(self) -> bool:
+        return self._popen is not None and self._popen.poll() is None
 
     def kill(self) -> None:
         """End the process; a `run` under way in another thread fails and closes the socket."""

@@ -1,0 +1,146 @@
+"""Media processes: what one job can do to the others, and what is done once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import hostile_spec
+import numpy as np
+import pytest
+from samples import clip, picture
+
+from msaserve.errors import BusyError, EngineError, InvalidRequestError
+from msaserve.gateway.media.limits import MediaLimits
+from msaserve.gateway.media.pool import MediaPool
+from msaserve.gateway.media.prepare import prepare
+from msaserve.gateway.media.spec import Hints, SpecSource
+from msaserve.gateway.media.specs.minimax_m3 import MiniMaxM3Spec
+
+LIMITS = MediaLimits(image_timeout_s=3.0, max_wait_s=20.0, max_cache_bytes=400_000)
+SOURCE = SpecSource("hostile_spec:from_checkpoint", {})
+
+Make = Callable[..., MediaPool]
+
+
+@pytest.fixture
+async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MediaPool]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(hostile_spec.__file__).parent))
+    pool = MediaPool(SOURCE, LIMITS, num_processes=2)
+    yield pool
+    processes = [*pool._idle, *pool._busy]
+    await pool.close()
+    assert all(p._popen is None or p._popen.poll() is not None for p in processes)
+
+
+async def test_same_as_in_this_process(pool: MediaPool) -> None:
+    image, video = await asyncio.gather(
+        pool.prepare("image", picture(), Hints()), pool.prepare("video", clip(12), Hints())
+    )
+    for item, expected in (
+        (image, prepare("image", picture(), Hints(), MiniMaxM3Spec(), LIMITS)),
+        (video, prepare("video", clip(12), Hints(), MiniMaxM3Spec(), LIMITS)),
+    ):
+        np.testing.assert_array_equal(item.patches, expected.patches)
+        assert item.grid_thw == expected.grid_thw
+        assert item.frame_times == expected.frame_times
+        assert item.content_hash == expected.content_hash
+
+
+async def test_a_crash_costs_one_job(pool: MediaPool) -> None:
+    await pool.prepare("image", picture(seed=1), Hints())
+    results = await asyncio.gather(
+        pool.prepare("image", picture(width=hostile_spec.CRASH), Hints()),
+        *(pool.prepare("image", picture(seed=i), Hints()) for i in range(2, 6)),
+        return_exceptions=True,
+    )
+    assert isinstance(results[0], InvalidRequestError)
+    assert results[0].code == "media_decoder_crashed"
+    assert not any(isinstance(r, BaseException) for r in results[1:])
+
+
+async def test_a_process_killed_from_outside_is_replaced(pool: MediaPool) -> None:
+    await pool.prepare("image", picture(seed=1), Hints())
+    (process,) = pool._idle
+    assert process._popen is not None
+    os.kill(process._popen.pid, 9)
+    process._popen.wait()
+    assert (await pool.prepare("image", picture(seed=2), Hints())).grid_thw == (1, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("width", "error", "code"),
+    [
+        (hostile_spec.HANG, InvalidRequestError, "media_timeout"),
+        (hostile_spec.FAULT, EngineError, None),
+        (hostile_spec.HOG, InvalidRequestError, "media_too_large"),
+    ],
+)
+async def test_a_bad_job_and_the_next(pool: MediaPool, width: int, error: type[Exception], code: str | None) -> None:
+    with pytest.raises(error) as caught:
+        await pool.prepare("image", picture(width=width), Hints())
+    assert getattr(caught.value, "code", None) == code
+    await pool.prepare("image", picture(), Hints())
+
+
+async def test_same_file_at_the_same_time_is_prepared_once(pool: MediaPool) -> None:
+    data = picture(width=hostile_spec.SLOW)
+    items = await asyncio.gather(*(pool.prepare("image", data, Hints()) for _ in range(5)))
+    assert all(item is items[0] for item in items)
+    assert len(pool._idle) == 1
+
+
+async def test_recent_items_are_kept_within_bounds(pool: MediaPool) -> None:
+    first = await pool.prepare("image", picture(), Hints())
+    assert await pool.prepare("image", picture(), Hints()) is first
+    other = await pool.prepare("image", picture(), Hints(max_long_side_pixel=28))
+    assert other is not first
+    for seed in range(1, 16):
+        await pool.prepare("image", picture(seed=seed), Hints())
+        assert pool._recent._num_bytes <= LIMITS.max_cache_bytes
+        assert await pool.prepare("image", picture(seed=seed), Hints()) is not first
+    assert await pool.prepare("image", picture(), Hints()) is not first
+
+
+async def test_one_waiter_gone_leaves_the_others(pool: MediaPool) -> None:
+    data = picture(width=hostile_spec.SLOW)
+    first, second = (asyncio.ensure_future(pool.prepare("image", data, Hints())) for _ in range(2))
+    await asyncio.sleep(0.05)
+    first.cancel()
+    assert (await second).grid_thw[0] == 1
+    assert first.cancelled()
+
+
+async def test_nobody_waiting_frees_a_place_in_the_queue(pool: MediaPool) -> None:
+    running = [
+        asyncio.ensure_future(pool.prepare("image", picture(40 + i, hostile_spec.SLOW), Hints())) for i in range(2)
+    ]
+    await asyncio.sleep(0.05)
+    queued = asyncio.ensure_future(pool.prepare("image", picture(50), Hints()))
+    await asyncio.sleep(0.05)
+    assert len(pool._flights) == 3
+    queued.cancel()
+    await asyncio.sleep(0.05)
+    assert len(pool._flights) == 2
+    await asyncio.gather(*running)
+
+
+async def test_a_full_pool_sends_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(hostile_spec.__file__).parent))
+    pool = MediaPool(SOURCE, MediaLimits(max_wait_s=0.05), num_processes=1)
+    running = asyncio.ensure_future(pool.prepare("image", picture(width=hostile_spec.SLOW), Hints()))
+    await asyncio.sleep(0.01)
+    with pytest.raises(BusyError):
+        await pool.prepare("image", picture(), Hints())
+    await running
+    await pool.close()
+
+
+async def test_close_ends_jobs_under_way(pool: MediaPool) -> None:
+    running = asyncio.ensure_future(pool.prepare("image", picture(width=hostile_spec.HANG), Hints()))
+    await asyncio.sleep(0.5)
+    await pool.close()
+    with pytest.raises((asyncio.CancelledError, InvalidRequestError)):
+        await running

@@ -1,0 +1,122 @@
+"""Parts of a request to the items an engine takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import TINY, clip, data_url, picture
+
+from msaserve.errors import InvalidRequestError, TooLargeError
+from msaserve.gateway.media.limits import MediaLimits
+from msaserve.gateway.media.pipeline import MediaPart, MediaPipeline, parse_part
+from msaserve.gateway.media.prepare import prepare
+from msaserve.gateway.media.spec import Hints, find_spec, normalize
+from msaserve.gateway.media.specs.minimax_m3 import MiniMaxM3Spec
+from msaserve.gateway.tokenizer import Tokenizer
+
+SOURCE = find_spec(TINY)
+TOKENIZER = Tokenizer.load(TINY)
+IMAGE = MediaPart("image", data_url(picture()), Hints(), "messages[0].content[0]")
+VIDEO = MediaPart("video", data_url(clip(12)), Hints(fps=2), "messages[0].content[1]")
+
+
+def pipeline(**limits: Any) -> MediaPipeline:
+    assert SOURCE is not None
+    return MediaPipeline(SOURCE, MediaLimits(**limits), num_processes=1)
+
+
+@pytest.fixture
+async def media() -> AsyncIterator[MediaPipeline]:
+    media = pipeline()
+    yield media
+    await media.close()
+
+
+async def test_prepare_and_place(media: MediaPipeline) -> None:
+    spec = MiniMaxM3Spec()
+    async with media.lease() as lease:
+        items = await media.prepare([VIDEO, IMAGE, VIDEO], lease)
+        prompt = TOKENIZER.encode("see ]<]video[>[ and ]<]image[>[ and ]<]video[>[.")
+        token_ids, placed = await media.place(items, prompt, TOKENIZER, lease)
+        assert media._budget.used == lease.size > 4 * sum(item.patches.nbytes for item in items)
+    assert media._budget.used == 0
+    expected = prepare("video", clip(12), Hints(fps=2), spec, MediaLimits())
+    assert [item.modality for item in placed] == ["video", "image", "video"]
+    assert placed[0].patches.dtype == np.float32
+    np.testing.assert_array_equal(placed[0].patches, normalize(expected.patches, spec))
+    assert placed[0].content_hash == placed[2].content_hash == expected.content_hash
+    assert placed[1].content_hash != placed[0].content_hash
+    for item in placed:
+        span = token_ids[item.offset : item.offset + item.length]
+        media_tokens = sum(i in (510, 511) for i in span)
+        assert media_tokens * 4 == len(item.patches)
+    assert sum(i in (510, 511) for i in token_ids) * 4 == sum(len(item.patches) for item in placed)
+
+
+async def test_errors_name_their_part(media: MediaPipeline) -> None:
+    bad = [part._replace(url=data_url(b"?")) for part in (IMAGE, VIDEO)]
+    for part in bad:
+        async with media.lease() as lease:
+            with pytest.raises(InvalidRequestError) as caught:
+                await media.prepare([IMAGE, part], lease)
+        assert caught.value.param == part.where
+        assert part.where in str(caught.value)
+        assert caught.value.code == "media_wrong_type"
+    # The same bad file twice at once: each error names its own part.
+    async with media.lease() as lease:
+        parts = [bad[0], bad[0]._replace(where="elsewhere")]
+        errors = await asyncio.gather(*(media.prepare([p], lease) for p in parts), return_exceptions=True)
+    assert [getattr(error, "param", None) for error in errors] == [bad[0].where, "elsewhere"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "code"),
+    [
+        ([IMAGE] * 201, "media_too_many_items"),
+        ([VIDEO] * 21, "media_too_many_items"),
+        ([VIDEO._replace(hints=Hints(fps=0))], "media_hint"),
+        ([VIDEO._replace(hints=Hints(fps=99))], "media_hint"),
+        ([IMAGE._replace(hints=Hints(max_long_side_pixel=29))], "media_hint"),
+    ],
+)
+async def test_checked_before_fetching(media: MediaPipeline, parts: list[MediaPart], code: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        media.check(parts)
+    assert caught.value.code == code
+
+
+async def test_two_hundred_pictures(media: MediaPipeline) -> None:
+    async with media.lease() as lease:
+        items = await media.prepare([IMAGE] * 200, lease)
+    assert len(items) == 200
+
+
+async def test_a_request_over_the_budget() -> None:
+    media = pipeline(max_inflight_bytes=50_000)
+    async with media.lease() as lease:
+        items = await media.prepare([IMAGE], lease)
+        with pytest.raises(TooLargeError):
+            await media.place(items, TOKENIZER.encode("]<]image[>["), TOKENIZER, lease)
+    await media.close()
+
+
+def test_parse_part() -> None:
+    hints = {"fps": 2, "max_long_side_pixel": 280}
+    part = parse_part({"type": "video_url", "video_url": {"url": " data:x ", **hints}}, "here")
+    assert part == MediaPart("video", "data:x", Hints(2.0, 280), "here")
+    assert parse_part({"type": "image_url", "image_url": "data:x"}, "here").url == "data:x"
+    assert parse_part({"type": "image_url", "image_url": {"url": "u", "detail": "high"}}, "h").hints == Hints()
+
+
+@pytest.mark.parametrize(
+    "body", [None, 3, {}, {"url": ""}, {"url": 1}, {"url": "u", "fps": "1"}, {"url": "u", "max_long_side_pixel": 1.5},
+             {"url": "u", "fps": True}]
+)  # fmt: skip
+def test_parse_part_refuses(body: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_part({"type": "video_url", "video_url": body}, "messages[3].content[1]")
+    assert caught.value.param == "messages[3].content[1]"
