@@ -126,12 +126,23 @@ class AsyncEngine:
             if num_open:
                 self._submit(lambda: self._abort(stream))
 
-    async def abort(self, request_id: str) -> None:
-        """End a request, if it is there; its stream ends with finish_reason "abort"."""
-        self._submit(lambda: self._abort_id(request_id))
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its n outputs, if it is there; what is ended ends with finish_reason "abort"."""
+        self._submit(lambda: self._abort_id(request_id, index))
 
     async def load(self) -> EngineLoad:
         return self._engine.load()
+
+    async def flush_prefix_cache(self) -> int:
+        """Forget every cached prefix, also of what runs now. Returns how many blocks it forgot.
+
+        Raises:
+            EngineError: the engine has stopped.
+        """
+        flushed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if not self._submit(lambda: self._flush(flushed)):
+            raise EngineError(self._failure or "the engine is closed")
+        return await flushed
 
     async def is_ready(self) -> bool:
         return not (self._is_draining or self._is_closing or self._is_ended)
@@ -218,19 +229,25 @@ class AsyncEngine:
         self._outputs.update((sequence, (stream, index)) for index, sequence in enumerate(stream.sequences))
         _settle(stream.admission)
 
-    def _abort_id(self, request_id: str) -> None:
+    def _abort_id(self, request_id: str, index: int | None) -> None:
         if request_id in self._streams:
-            self._abort(self._streams[request_id])
+            self._abort(self._streams[request_id], index)
 
-    def _abort(self, stream: _Stream) -> None:
-        for sequence in stream.sequences:
-            if sequence not in self._outputs:
+    def _abort(self, stream: _Stream, only: int | None = None) -> None:
+        for index, sequence in enumerate(stream.sequences):
+            if sequence not in self._outputs or only not in (None, index):
                 continue
             if self._failure is None:
                 self._engine.abort(sequence)
                 self._forward(RequestOutput(sequence, finish_reason="abort"))
             else:
                 self._forward(RequestOutput(sequence, finish_reason="error", error=self._failure))
+
+    def _flush(self, flushed: asyncio.Future[int]) -> None:
+        if self._is_ended:
+            _settle(flushed, EngineError(self._failure or "the engine is closed"))
+        else:
+            _settle(flushed, result=self._engine.flush_prefix_cache())
 
     def _forward(self, output: RequestOutput) -> None:
         stream, index = self._outputs[output.request]
@@ -263,14 +280,14 @@ def _wake(streams: Sequence[_Stream]) -> None:
         stream.wake()
 
 
-def _settle(future: asyncio.Future[None], error: Exception | None = None) -> None:
+def _settle(future: asyncio.Future[Any], error: Exception | None = None, result: Any = None) -> None:
     """Give a future its result from another thread, unless its waiter has gone."""
 
     def settle() -> None:
         if future.done():
             return
         if error is None:
-            future.set_result(None)
+            future.set_result(result)
         else:
             future.set_exception(error)
 
