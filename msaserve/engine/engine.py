@@ -166,6 +166,10 @@ class Engine:
     def load(self) -> EngineLoad:
         return self.scheduler.load()
 
+    def flush_prefix_cache(self) -> int:
+        """Forget every cached prefix. Returns how many blocks it forgot."""
+        return self.scheduler.flush_prefix_cache()
+
     def check_integrity(self) -> None:
         """AssertionError if a page or a request is lost. For when the engine idles: O(pages + tokens)."""
         self.scheduler.check_integrity()
