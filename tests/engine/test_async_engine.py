@@ -24,7 +24,8 @@ class Harness:
 
     def __init__(self) -> None:
         self.engine = make_engine(num_pages=300, max_num_batched_tokens=256)
-        self.client: EngineClient = InProcessClient(AsyncEngine(self.engine))
+        self.threaded = AsyncEngine(self.engine)
+        self.client: EngineClient = InProcessClient(self.threaded)
 
     async def read(self, generate_request: GenerateRequest) -> list[TokenEvent]:
         return [event async for event in self.client.generate(generate_request)]
@@ -123,6 +124,28 @@ async def test_abort_by_id(harness: Harness) -> None:
     events = await task
     assert sorted(e.index for e in events if e.finish_reason == "abort") == [0, 1]
     await harness.until_empty()
+
+
+async def test_abort_of_one_output(harness: Harness) -> None:
+    stream = harness.client.generate(request("a", [5, 6], max_tokens=60, n=3))
+    events = [await stream.__anext__()]
+    await harness.threaded.abort("a", index=1)
+    events += [event async for event in stream]
+    ends = {event.index: event.finish_reason for event in events if event.finish_reason}
+    assert ends == {0: "length", 1: "abort", 2: "length"}
+    assert len(tokens(events, 0)) == 60 > len(tokens(events, 1))
+    await harness.until_empty()
+
+
+async def test_flushed_prefixes_are_computed_anew(harness: Harness) -> None:
+    for _ in range(2):
+        events = await harness.read(request("a", greedy_prompt("tiny")))
+        assert events[0].num_cached_tokens == 0
+        assert await harness.threaded.flush_prefix_cache() == 19
+        assert await harness.threaded.flush_prefix_cache() == 0
+    await harness.client.close()
+    with pytest.raises(EngineError):
+        await harness.threaded.flush_prefix_cache()
 
 
 async def test_refusals_come_before_any_event(harness: Harness) -> None:
