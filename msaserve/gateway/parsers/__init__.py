@@ -1,0 +1,1 @@
+"""What a model writes besides its answer, found in its text as it comes: reasoning and tool calls."""
