@@ -1,0 +1,293 @@
+"""An engine in another process, reached by gRPC: this project's worker, or another that speaks the same protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import re
+import zipfile
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from msgspec.structs import replace
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc as services
+from smg_grpc_proto.generated import common_pb2
+
+from msaserve.errors import CheckpointError, EngineError, MsaserveError, OverloadedError
+from msaserve.rpc import convert, shm
+from msaserve.rpc.errors import from_status
+from msaserve.rpc.events import EventReader
+from msaserve.rpc.media import items_to_proto
+from msaserve.rpc.protocol import CHANNEL_OPTIONS, LARGE_BYTES, SERVICE, parse_address
+from msaserve.types import EngineLoad, FinishReason, GenerateRequest, ModelInfo, TokenEvent
+
+_CALL_SECONDS = 10.0
+_FILES_SECONDS = 120.0
+_HEALTH_SECONDS = 3.0
+_MAX_FILES_BYTES = 2**30
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_THREAD_TOKENS = 8_192
+"""Prompts above this are put into messages in a thread."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker says of itself."""
+
+    info: ModelInfo
+    served_model_name: str
+    block_size: int
+    encoder_dtype: str
+    normalizes: bool
+    """It takes pixels as uint8 and normalises them itself."""
+    shares_memory: bool
+    """It sees this process's shared memory."""
+
+
+class GrpcClient:
+    """`gateway.client.EngineClient` of one worker. Made inside a running event loop.
+
+    Args:
+        address: grpc://host:port.
+        uses_shm: send large tensors through shared memory where the worker sees it.
+
+    Raises:
+        InvalidRequestError: the address has another form.
+    """
+
+    def __init__(self, address: str, *, uses_shm: bool = True) -> None:
+        self.address = address
+        self._channel: Any = grpc.aio.insecure_channel(parse_address(address), options=CHANNEL_OPTIONS)
+        self._stub: Any = services.VllmEngineStub(self._channel)
+        # Bytes in: large messages are made and serialised in a thread, not on the event loop.
+        self._generate: Any = self._channel.unary_stream(
+            f"/{SERVICE}/Generate", response_deserializer=pb.GenerateResponse.FromString
+        )
+        self._uses_shm = uses_shm
+        self._worker: Worker | None = None
+        self._files: dict[str, bytes] | None = None
+        self._calls: set[Any] = set()
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+        self._is_draining = False
+        self._is_closed = False
+
+    async def worker(self) -> Worker:
+        """Asked once, then remembered.
+
+        Raises:
+            OverloadedError: it cannot be reached.
+            EngineError: it fails to answer.
+        """
+        if self._worker is None:
+            model = await _answer(self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=_CALL_SECONDS))
+            server = await _answer(self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=_CALL_SECONDS))
+            token_ids = _media_token_ids(await self.files()) if model.supports_vision else {}
+            self._worker = Worker(
+                info=convert.info_from_proto(model, token_ids),
+                served_model_name=model.served_model_name,
+                block_size=server.block_size,
+                encoder_dtype="bfloat16" if server.multimodal_encoder_dtype == "bfloat16" else "float32",
+                normalizes=server.mm_device_do_normalize,
+                shares_memory=self._uses_shm and server.shm_namespace_id == shm.namespace_id() != "",
+            )
+        return self._worker
+
+    async def model_info(self) -> ModelInfo:
+        return (await self.worker()).info
+
+    async def files(self) -> dict[str, bytes]:
+        """The checkpoint's small files by name: tokenizer, chat template, configuration. Fetched once.
+
+        Raises:
+            OverloadedError: the worker cannot be reached.
+            EngineError: what it sends is damaged, or it sends none.
+        """
+        if self._files is None:
+            chunks, digest = [], ""
+            call = self._stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=_FILES_SECONDS)
+            try:
+                async for chunk in call:
+                    chunks.append(chunk.data)
+                    digest = chunk.sha256 or digest
+                    if sum(map(len, chunks)) > _MAX_FILES_BYTES:
+                        raise EngineError(f"the worker's tokenizer files are more than {_MAX_FILES_BYTES} bytes")
+            except grpc.aio.AioRpcError as error:
+                raise from_status(error, has_begun=bool(chunks)) from error
+            finally:
+                call.cancel()
+            self._files = await asyncio.to_thread(_unpack, b"".join(chunks), digest)
+        return self._files
+
+    async def save_files(self, directory: Path) -> None:
+        """Write `files` into a directory, for what loads a checkpoint from one."""
+        for name, data in (await self.files()).items():
+            (directory / name).write_bytes(data)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Stop strings stay here: the worker sees none, as an engine in this process sees none.
+
+        Raises:
+            InvalidRequestError, OverloadedError, EngineError: before any event. What fails later ends every open
+                output with finish_reason "error".
+        """
+        if self._is_draining or self._is_closed:
+            raise OverloadedError("this client is shutting down and takes no new request")
+        worker = await self.worker()
+        request.sampling.validate(vocab_size=worker.info.vocab_size)
+        stop_ids = set(request.sampling.stop_token_ids)
+        if not request.sampling.ignore_eos:
+            stop_ids.update(worker.info.eos_token_ids)
+        reader = EventReader(num_outputs=request.sampling.n, stop_ids=stop_ids)
+        metadata = convert.request_metadata(request)
+        names: list[str] = []
+        try:
+            data = await self._message(request, worker, names)
+            async for event in self._events(data, metadata, reader):
+                yield event
+        finally:
+            _remove(names)  # whatever the worker has not taken
+
+    async def abort(self, request_id: str) -> None:
+        await _answer(self._stub.Abort(pb.AbortRequest(request_ids=[request_id]), timeout=_CALL_SECONDS))
+
+    async def load(self) -> EngineLoad:
+        """Raises OverloadedError or EngineError if the worker does not say."""
+        worker = await self.worker()
+        call = self._stub.GetLoads(pb.GetLoadsRequest(include=["core"]), timeout=_CALL_SECONDS)
+        response = await _answer(call)
+        return convert.load_from_proto(response, await call.trailing_metadata(), block_size=worker.block_size)
+
+    async def is_ready(self) -> bool:
+        if self._is_draining or self._is_closed:
+            return False
+        try:
+            answer = await _answer(self._stub.HealthCheck(pb.HealthCheckRequest(), timeout=_HEALTH_SECONDS))
+        except MsaserveError:
+            return False
+        return bool(answer.healthy)
+
+    async def drain(self) -> None:
+        """Send no new request and return when every one in flight has ended. The worker serves others meanwhile."""
+        self._is_draining = True
+        await self._all_ended.wait()
+
+    async def close(self) -> None:
+        """End every stream and the connection. The worker goes on."""
+        self._is_closed = True
+        for call in self._calls:
+            call.cancel()
+        await self._channel.close()
+
+    async def _message(self, request: GenerateRequest, worker: Worker, names: list[str]) -> bytes:
+        """names: gets the shared memory that was written."""
+
+        def store(array: np.ndarray) -> Any:
+            if array.nbytes < LARGE_BYTES or not worker.shares_memory:
+                return None
+            with suppress(OSError):  # no room: the message takes it
+                handle = shm.write(array)
+                names.append(handle.name)
+                return handle
+            return None
+
+        def build() -> bytes:
+            batches = items_to_proto(
+                request.media,
+                token_ids={"image": worker.info.image_token_id, "video": worker.info.video_token_id},
+                dtype=worker.encoder_dtype,
+                store=store,
+            )
+            sampling = replace(request.sampling, stop=())
+            data: bytes = convert.request_to_proto(replace(request, sampling=sampling), batches).SerializeToString()
+            return data
+
+        if not request.media and len(request.prompt_token_ids) <= _THREAD_TOKENS:
+            return build()
+        building = asyncio.ensure_future(asyncio.to_thread(build))
+        try:
+            return await asyncio.shield(building)
+        except asyncio.CancelledError:
+            # The thread cannot be stopped; what it leaves is removed once it has ended.
+            building.add_done_callback(lambda _: _remove(names))
+            raise
+
+    async def _events(self, data: bytes, metadata: Any, reader: EventReader) -> AsyncGenerator[TokenEvent, None]:
+        call = self._generate(data, metadata=metadata)
+        self._calls.add(call)
+        self._all_ended.clear()
+        has_begun = False
+        reason: FinishReason = "error"
+        failure: str | None = "the worker ended the stream before its outputs"
+        try:
+            async for response in call:
+                has_begun = True
+                event = reader.push(response)
+                if event is not None:
+                    yield event
+                if reader.is_done:
+                    return
+        except grpc.aio.AioRpcError as error:
+            failed = from_status(error, has_begun=has_begun)
+            if not has_begun:
+                raise failed from error
+            failure = str(failed)
+        except EngineError as error:
+            failure = str(error)
+        except asyncio.CancelledError:
+            if not self._is_closed:
+                raise
+            reason, failure = "abort", None
+        finally:
+            call.cancel()
+            self._calls.discard(call)
+            if not self._calls:
+                self._all_ended.set()
+        for index in reader.open_outputs:
+            yield TokenEvent(index=index, finish_reason=reason, error=failure)
+
+
+def _remove(names: Sequence[str]) -> None:
+    for name in names:
+        shm.remove(name)
+
+
+async def _answer(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_status(error, has_begun=False) from error
+
+
+def _unpack(data: bytes, digest: str) -> dict[str, bytes]:
+    if digest and hashlib.sha256(data).hexdigest() != digest:
+        raise EngineError("the worker's tokenizer files arrived damaged: their SHA-256 differs")
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = archive.infolist()
+            if sum(entry.file_size for entry in entries) > _MAX_FILES_BYTES:
+                raise EngineError(f"the worker's tokenizer files are more than {_MAX_FILES_BYTES} bytes")
+            for entry in entries:
+                if not _PLAIN_NAME.fullmatch(entry.filename):
+                    raise EngineError(
+                        f"the worker's tokenizer files include {entry.filename!r}, which is no plain name"
+                    )
+            return {entry.filename: archive.read(entry) for entry in entries}
+    except zipfile.BadZipFile as error:
+        raise EngineError(f"the worker's tokenizer files are no ZIP: {error}") from error
+
+
+def _media_token_ids(files: dict[str, bytes]) -> dict[str, int | None]:
+    try:
+        config = json.loads(files.get("config.json", b"{}"))
+    except ValueError as error:
+        raise CheckpointError(f"the worker's config.json cannot be read: {error}") from error
+    return {name: config.get(f"{name}_token_index", config.get(f"{name}_token_id")) for name in ("image", "video")}
