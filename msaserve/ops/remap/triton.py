@@ -102,10 +102,12 @@ def _rows_kernel(
     B,
     max_blocks,
     words_total,
-    tail_items,
+    part_items,
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_WORDS: tl.constexpr,
     ITEM: tl.constexpr,
     ALIGN: tl.constexpr,
     PLAN: tl.constexpr,
@@ -122,31 +124,40 @@ def _rows_kernel(
     first_word = head.to(tl.int64) * words_total + start // 32 + request
     base = first_word * max_blocks + n[:, None] * words
     total = tl.zeros([ROWS], tl.int32)
-    for w in range(0, words, WORDS):
-        word = w + tl.arange(0, WORDS)
-        live = (n < max_blocks)[:, None] & (word < words)[None, :]
-        bits = _popcount(tl.load(bitmap + base + word[None, :], mask=live, other=0))
-        tl.store(before + base + word[None, :], tl.cumsum(bits, 1) - bits + total[:, None], mask=live)
-        total += tl.sum(bits, 1)
+    ends = ()
+    for part in tl.static_range(PARTS):
+        last = words if part == PARTS - 1 else tl.minimum(words, (part + 1) * PART_WORDS)
+        for w in range(part * PART_WORDS, last, WORDS):
+            word = w + tl.arange(0, WORDS)
+            live = (n < max_blocks)[:, None] & (word < words)[None, :]
+            bits = _popcount(tl.load(bitmap + base + word[None, :], mask=live, other=0))
+            tl.store(before + base + word[None, :], tl.cumsum(bits, 1) - bits + total[:, None], mask=live)
+            total += tl.sum(bits, 1)
+        ends = ends + (total,)  # noqa: RUF005 (no unpacking in a kernel)
     row = head * B * max_blocks + request * max_blocks + n
     if PLAN:
         if tl.max(total, 0) > 0:
             chosen = (n < max_blocks) & (total > 0)
             entry = tl.atomic_add(cursors + head + tl.zeros([ROWS], tl.int32), total, mask=chosen, sem="relaxed")
             tl.store(counts + row, entry, mask=chosen)
-            needed = (total + ITEM - 1) // ITEM
-            size = (total + tl.maximum(needed, 1) - 1) // tl.maximum(needed, 1)
-            size = (size + ALIGN - 1) // ALIGN * ALIGN
             # a request's last, partly filled block is listed apart: its unused slots must be masked
-            is_tail = ((n + 1) * BLOCK > tl.load(seq_lens + request)).to(tl.int32)
-            slot = tl.atomic_add(cursors + heads + is_tail, needed, mask=chosen, sem="relaxed") + is_tail * tail_items
-            for i in range(tl.max(needed, 0)):
-                item = items + (slot.to(tl.int64) + i) * 4
-                live = chosen & (i < needed)
-                tl.store(item, request * heads + head + tl.zeros([ROWS], tl.int32), mask=live)
-                tl.store(item + 1, n, mask=live)
-                tl.store(item + 2, entry + tl.minimum(i * size, total), mask=live)
-                tl.store(item + 3, entry + tl.minimum((i + 1) * size, total), mask=live)
+            is_tail = (n + 1) * BLOCK > tl.load(seq_lens + request)
+            begin = tl.zeros([ROWS], tl.int32)
+            for part in tl.static_range(PARTS):
+                size = ends[part] - begin
+                needed = (size + ITEM - 1) // ITEM
+                step = (size + tl.maximum(needed, 1) - 1) // tl.maximum(needed, 1)
+                step = (step + ALIGN - 1) // ALIGN * ALIGN
+                region = tl.where(is_tail, PARTS, part)
+                slot = tl.atomic_add(cursors + heads + region, needed, mask=chosen & (needed > 0), sem="relaxed")
+                for i in range(tl.max(needed, 0)):
+                    item = items + (region * part_items + slot + i).to(tl.int64) * 4
+                    live = chosen & (i < needed)
+                    tl.store(item, request * heads + head + tl.zeros([ROWS], tl.int32), mask=live)
+                    tl.store(item + 1, n, mask=live)
+                    tl.store(item + 2, entry + begin + tl.minimum(i * step, size), mask=live)
+                    tl.store(item + 3, entry + begin + tl.minimum((i + 1) * step, size), mask=live)
+                begin += size
     else:
         tl.store(counts + row + head, total, mask=n < max_blocks)
 
@@ -207,11 +218,11 @@ class Plan(NamedTuple):
     entries: torch.Tensor
     """[Hkv, T * S] int32."""
     items: torch.Tensor
-    """[capacity, 4] int32: blocks that are full of tokens."""
+    """[parts, capacity, 4] int32: blocks full of tokens, for one stretch of the queries after another."""
     tail_items: torch.Tensor
     """[capacity, 4] int32: the last, partly filled blocks of their requests."""
     counts: torch.Tensor
-    """[2] int32: items and tail_items that exist."""
+    """[parts + 1] int32: items of each part and tail_items that exist."""
 
 
 def _launch(
@@ -222,6 +233,7 @@ def _launch(
     block_size: int,
     item: int,
     align: int,
+    parts: int,
 ) -> tuple[torch.Tensor, Plan]:
     num_heads, num_tokens, topk = block_ids.shape
     batch = cu_query_lens.shape[0] - 1
@@ -229,7 +241,7 @@ def _launch(
     is_plan = seq_lens is not None
     words_total = num_tokens // 32 + batch
     num_words = num_heads * words_total * max_blocks
-    zeros = torch.zeros(num_words + num_heads + 2, dtype=torch.int32, device=device)
+    zeros = torch.zeros(num_words + num_heads + parts + 1, dtype=torch.int32, device=device)
     bitmap, cursors = zeros[:num_words], zeros[num_words:]
     before = torch.empty_like(bitmap)
     num_rows = batch * max_blocks
@@ -237,9 +249,15 @@ def _launch(
     entries = torch.empty((num_heads, num_tokens * topk), dtype=torch.int32, device=device)
     if not is_plan:
         entries.fill_(-1)
-    full = num_heads * (num_tokens * topk // item + min(num_rows, num_tokens * topk)) if is_plan else 0
-    tail = num_heads * (num_tokens // item + min(batch, num_tokens)) if is_plan else 0
-    items = torch.empty((full + tail, 4), dtype=torch.int32, device=device)
+    part_words = -(-num_tokens // (32 * parts))
+    words = min(256, max(4, triton.next_power_of_2(part_words)))
+    part_words = -(-part_words // words) * words
+    full, tail = 0, 0
+    if is_plan:
+        part_entries = min(num_tokens, part_words * 32) * topk
+        full = num_heads * (part_entries // item + min(num_rows, part_entries))
+        tail = num_heads * (num_tokens // item + min(batch, num_tokens) * parts)
+    items = torch.empty((parts * full + tail, 4), dtype=torch.int32, device=device)
     tiles = -(-num_tokens // 32) + batch - 1
     shared = {
         "S": topk,
@@ -253,7 +271,6 @@ def _launch(
     _mark_kernel[(tiles, num_heads)](
         block_ids, *where, bitmap, batch, max_blocks, words_total, *strides, **shared
     )  # fmt: skip
-    words = min(256, max(16, triton.next_power_of_2(-(-num_tokens // 32))))
     rows = 1024 // words
     _rows_kernel[(batch * -(-max_blocks // rows), num_heads)](
         *where,
@@ -269,6 +286,8 @@ def _launch(
         BLOCK=block_size,
         WORDS=words,
         ROWS=rows,
+        PARTS=parts,
+        PART_WORDS=part_words,
         ITEM=item,
         ALIGN=align,
         PLAN=is_plan,
@@ -280,7 +299,7 @@ def _launch(
         block_ids, *where, bitmap, before, starts, entries, batch, max_blocks, words_total, num_tokens,
         *strides, starts.stride(0), **shared,
     )  # fmt: skip
-    return starts, Plan(entries, items[:full], items[full:], cursors[num_heads:])
+    return starts, Plan(entries, items[: parts * full].view(parts, full, 4), items[parts * full :], cursors[num_heads:])
 
 
 def remap(block_ids: torch.Tensor, cu_query_lens: torch.Tensor, *, max_blocks: int) -> BlockQueries:
@@ -290,7 +309,7 @@ def remap(block_ids: torch.Tensor, cu_query_lens: torch.Tensor, *, max_blocks: i
         return BlockQueries(
             block_ids.new_zeros((num_heads, batch * max_blocks + 1)), block_ids.new_full((num_heads, num_tokens * topk), -1)
         )
-    starts, work = _launch(block_ids, None, cu_query_lens, max_blocks, 0, 1, 1)
+    starts, work = _launch(block_ids, None, cu_query_lens, max_blocks, 0, 1, 1, 1)
     return BlockQueries(starts, work.entries)
 
 
@@ -303,9 +322,12 @@ def plan(
     block_size: int,
     item: int,
     align: int,
+    parts: int = 1,
 ) -> Plan:
     """Work items of at most about `item` entries of one block, multiples of `align` where a block has more than one.
 
-    Only blocks that their query sees are planned. The items of one head stand together, roughly block by block.
+    Only blocks that their query sees are planned. The items of one part of the queries stand together, in them
+    those of one head, roughly block by block. `parts` > 1 needs a batch of one request.
     """
-    return _launch(block_ids, seq_lens, cu_query_lens, max_blocks, block_size, item, align)[1]
+    assert parts == 1 or cu_query_lens.shape[0] == 2
+    return _launch(block_ids, seq_lens, cu_query_lens, max_blocks, block_size, item, align, parts)[1]

@@ -24,21 +24,41 @@ WARPGROUPS = 3
 
 
 @gluon.jit
+def _total(counts, PARTS: gl.constexpr):
+    total = gl.load(counts)
+    for part in gl.static_range(1, PARTS):
+        total += gl.load(counts + part)
+    return total
+
+
+@gluon.jit
+def _place(counts, it, capacity, PARTS: gl.constexpr):
+    """Where the it-th item of all parts lies."""
+    place = it
+    end = gl.load(counts)
+    for part in gl.static_range(1, PARTS):
+        place = gl.where(it >= end, part * capacity + it - end, place)
+        end += gl.load(counts + part)
+    return place * 4
+
+
+@gluon.jit
 def _fetch(
-    q, k_cache, v_cache, entries, items, count, block_table, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty,
+    q, k_cache, v_cache, entries, items, counts, capacity, block_table, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty,
     T, stride_bt,
     S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    ROWS: gl.constexpr, SLOTS: gl.constexpr,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = D // 64
     QT: gl.constexpr = ROWS // G
     done = 0
     turn = 0
-    for it in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
-        owner = gl.load(items + it * 4)
-        n = gl.load(items + it * 4 + 1)
-        lo = gl.load(items + it * 4 + 2)
-        hi = gl.load(items + it * 4 + 3)
+    for it in range(gl.program_id(0), _total(counts, PARTS), gl.num_programs(0)):
+        item = items + _place(counts, it, capacity, PARTS)
+        owner = gl.load(item)
+        n = gl.load(item + 1)
+        lo = gl.load(item + 2)
+        hi = gl.load(item + 3)
         request = owner // HKV
         head = owner % HKV
         page = gl.load(block_table + request.to(gl.int64) * stride_bt + n)
@@ -71,10 +91,10 @@ def _fetch(
 
 @gluon.jit
 def _attend(
-    entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse,
+    entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse,
     k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T,
     S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr, WG: gl.constexpr,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = D // 64
     QT: gl.constexpr = ROWS // G
@@ -97,19 +117,17 @@ def _attend(
     o = gl.zeros([ROWS, D], gl.float32, layout=mma_o)
     done = 0
     turn = 0
-    for it in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
-        owner = gl.load(items + it * 4)
-        n = gl.load(items + it * 4 + 1)
-        lo = gl.load(items + it * 4 + 2)
-        hi = gl.load(items + it * 4 + 3)
+    for it in range(gl.program_id(0), _total(counts, PARTS), gl.num_programs(0)):
+        item = items + _place(counts, it, capacity, PARTS)
+        owner = gl.load(item)
+        n = gl.load(item + 1)
+        lo = gl.load(item + 2)
+        hi = gl.load(item + 3)
         request = owner // HKV
         head = owner % HKV
         seq_len = gl.load(seq_lens + request)
-        start = gl.load(cu_query_lens + request)
-        stop = gl.load(cu_query_lens + request + 1)
         # position of token t of this batch, counted from the block's first slot
-        shift = seq_len - stop - n * BLOCK
-        is_masked = shift + start < BLOCK - 1
+        shift = seq_len - gl.load(cu_query_lens + request + 1) - n * BLOCK
         own = entries + head.to(gl.int64) * T * S
         tiles = (hi - lo + QT - 1) // QT
         stage = turn % 2
@@ -117,6 +135,8 @@ def _attend(
         for tile in range((WG + WGS - done % WGS) % WGS, tiles, WGS):
             at = lo + tile * QT + row // G
             entry = gl.load(own + gl.minimum(at, hi - 1))
+            # entries ascend: the first is the earliest query
+            is_masked = shift + gl.load(own + lo + tile * QT) // S < BLOCK - 1
             out_at = lo + tile * QT + out_row // G
             out_entry = gl.load(own + gl.minimum(out_at, hi - 1))
             slot = (done + tile) % SLOTS
@@ -147,6 +167,7 @@ def _attend(
                 partial_out + (part * G + out_row % G)[:, None] * D + column[None, :],
                 gl.convert_layout(scaled.to(partial_out.dtype.element_ty), out_layout),
                 mask=(out_at < hi)[:, None],
+                eviction_policy="evict_first",
             )
         mbarrier.arrive(kv_empty.index(stage), count=1)
         done += tiles
@@ -154,18 +175,18 @@ def _attend(
 
 
 @gluon.jit
-def _attend_0(entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
-    _attend(entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, 0)  # fmt: skip
+def _attend_0(entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
+    _attend(entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS, 0)  # fmt: skip
 
 
 @gluon.jit
-def _attend_1(entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
-    _attend(entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, 1)  # fmt: skip
+def _attend_1(entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
+    _attend(entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS, 1)  # fmt: skip
 
 
 @gluon.jit
-def _attend_2(entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
-    _attend(entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, 2)  # fmt: skip
+def _attend_2(entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
+    _attend(entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS, 2)  # fmt: skip
 
 
 @gluon.jit
@@ -175,7 +196,8 @@ def _attend_kernel(
     v_cache,
     entries,
     items,
-    count,
+    counts,
+    capacity,
     block_table,
     seq_lens,
     cu_query_lens,
@@ -191,6 +213,7 @@ def _attend_kernel(
     BLOCK: gl.constexpr,
     ROWS: gl.constexpr,
     SLOTS: gl.constexpr,
+    PARTS: gl.constexpr,
     WGS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -212,10 +235,10 @@ def _attend_kernel(
     if WGS == 3:
         gl.warp_specialize(
             [
-                (_attend_0, (entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS)),
-                (_attend_1, (entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS)),
-                (_attend_2, (entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS)),
-                (_fetch, (q, k_cache, v_cache, entries, items, count, block_table, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, stride_bt, S, HKV, G, D, BLOCK, ROWS, SLOTS)),
+                (_attend_0, (entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
+                (_attend_1, (entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
+                (_attend_2, (entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
+                (_fetch, (q, k_cache, v_cache, entries, items, counts, capacity, block_table, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, stride_bt, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -223,9 +246,9 @@ def _attend_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend_0, (entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS)),
-                (_attend_1, (entries, items, count, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS)),
-                (_fetch, (q, k_cache, v_cache, entries, items, count, block_table, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, stride_bt, S, HKV, G, D, BLOCK, ROWS, SLOTS)),
+                (_attend_0, (entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
+                (_attend_1, (entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
+                (_fetch, (q, k_cache, v_cache, entries, items, counts, capacity, block_table, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, stride_bt, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS)),
             ],
             [4, 1],
             [232, 24],
@@ -255,7 +278,7 @@ def attend_items(
     v_cache: torch.Tensor,
     entries: torch.Tensor,
     items: torch.Tensor,
-    count: torch.Tensor,
+    counts: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_query_lens: torch.Tensor,
@@ -274,7 +297,7 @@ def attend_items(
     rows = q.as_strided((num_tokens * num_kv_heads * group, dim), (q.stride(1), 1))
     k_box, v_box = [1, 1, block_size, 64], [1, 1, block_size, dim]
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count
-    _attend_kernel[(min(items.shape[0], workers),)](
+    _attend_kernel[(min(items.shape[0] * items.shape[1], workers),)](
         TensorDescriptor.from_tensor(rows, [group, 64], swizzled),
         TensorDescriptor.from_tensor(
             k_cache.permute(0, 2, 1, 3), k_box, gl.NVMMASharedLayout.get_default_for(k_box, element)
@@ -284,7 +307,8 @@ def attend_items(
         ),
         entries,
         items,
-        count,
+        counts,
+        items.shape[-2],
         block_table,
         seq_lens,
         cu_query_lens,
@@ -300,6 +324,7 @@ def attend_items(
         BLOCK=block_size,
         ROWS=ROWS,
         SLOTS=slots,
+        PARTS=items.shape[0],
         WGS=warpgroups,
         num_warps=4,
     )

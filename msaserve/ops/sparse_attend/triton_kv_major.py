@@ -20,6 +20,8 @@ from msaserve.ops.remap.triton import plan
 
 PARTIAL_BYTES = 2 << 30
 """Bound on the partial outputs held at once."""
+PART_BYTES = 8 << 20
+"""Queries of one head that stay in L2 while the blocks pass by."""
 
 
 @triton.jit
@@ -29,7 +31,7 @@ def _attend_kernel(
     v_cache,
     entries,
     items,
-    count,
+    counts,
     block_table,
     seq_lens,
     cu_query_lens,
@@ -56,8 +58,10 @@ def _attend_kernel(
     M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    part = tl.program_id(1)
     slot = tl.program_id(0)
-    if slot < tl.load(count):
+    if slot < tl.load(counts + part):
+        items += part.to(tl.int64) * tl.num_programs(0) * 4
         owner = tl.load(items + slot * 4)
         request = owner // HKV
         head = owner % HKV
@@ -103,13 +107,13 @@ def _attend_kernel(
             p = tl.exp2(s * scale_log2 - top[:, None])
             total = tl.sum(p, 1)
             o = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1.0 / total)[:, None]
-            part = (token.to(tl.int64) * HKV + head) * S + entry % S
+            pair = (token.to(tl.int64) * HKV + head) * S + entry % S
             tl.store(
-                partial_out + (part * G + g)[:, None] * D + d[None, :],
+                partial_out + (pair * G + g)[:, None] * D + d[None, :],
                 o.to(partial_out.dtype.element_ty),
                 mask=live[:, None] & (d < D)[None, :],
             )
-            tl.store(partial_lse + part * G + g, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
+            tl.store(partial_lse + pair * G + g, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
 
 
 class FullBlocks(Protocol):
@@ -124,7 +128,7 @@ def attend_items(
     v_cache: torch.Tensor,
     entries: torch.Tensor,
     items: torch.Tensor,
-    count: torch.Tensor,
+    counts: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_query_lens: torch.Tensor,
@@ -139,13 +143,13 @@ def attend_items(
 ) -> None:
     """Partial outputs of the (query, block) pairs of some work items."""
     num_tokens, num_kv_heads, topk, group, dim = partial_out.shape
-    _attend_kernel[(items.shape[0],)](
+    _attend_kernel[(items.shape[-2], items.shape[0] if items.dim() == 3 else 1)](
         q,
         k_cache,
         v_cache,
         entries,
         items,
-        count,
+        counts,
         block_table,
         seq_lens,
         cu_query_lens,
@@ -174,6 +178,13 @@ def attend_items(
         num_warps=num_warps,
         maxnreg=maxnreg,
     )
+
+
+def parts_of(num_tokens: int, topk: int, num_blocks: int, batch: int, query_bytes: int) -> int:
+    """Into how many stretches to cut the queries: few enough for L2, with enough of them left for each block."""
+    if batch != 1:
+        return 1
+    return max(1, min(4, num_tokens * query_bytes // PART_BYTES, num_tokens * topk // (num_blocks * 32)))
 
 
 def sparse_attend(
@@ -213,14 +224,22 @@ def sparse_attend(
         if end - first < num_tokens:
             lens, cu = slice_rows(seq_lens, cu_query_lens, first, end)
         ids = block_ids[:, first:end]
+        parts = parts_of(end - first, topk, max_blocks, batch, group * dim * q.element_size())
         work = plan(
-            ids, lens, cu, max_blocks=max_blocks, block_size=block_size, item=item, align=max(1, 64 // group)
+            ids,
+            lens,
+            cu,
+            max_blocks=max_blocks,
+            block_size=block_size,
+            item=item,
+            align=max(1, 64 // group),
+            parts=parts,
         )
         some_out, some_lse = partial_out[: end - first], partial_lse[: end - first]
         tables = (block_table, lens, cu, some_out, some_lse)
         attend_full = attend_items if full_blocks is None else full_blocks
-        attend_full(q[first:end], k_cache, v_cache, work.entries, work.items, work.counts[:1], *tables, scale=scale)
-        attend_items(q[first:end], k_cache, v_cache, work.entries, work.tail_items, work.counts[1:], *tables, scale=scale)
+        attend_full(q[first:end], k_cache, v_cache, work.entries, work.items, work.counts, *tables, scale=scale)
+        attend_items(q[first:end], k_cache, v_cache, work.entries, work.tail_items, work.counts[parts:], *tables, scale=scale)
         launch_combine(
             some_out, some_lse, out[first:end], None, ids, lens, cu, max_blocks=max_blocks, block_size=block_size
         )
