@@ -178,9 +178,11 @@ def to_patches(frames: np.ndarray, spec: ModelSpec) -> tuple[np.ndarray, tuple[i
     if count % temporal:
         fill = np.broadcast_to(frames[-1:], (t * temporal - count, *frames.shape[1:]))
         frames = np.concatenate([frames, fill])
-    split = frames.reshape(t, temporal, channels, h // merge, merge, patch, w // merge, merge, patch)
-    patches = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, channels * temporal * patch * patch)
-    return np.ascontiguousarray(patches), (t, h, w)
+    # A patch's row of pixels moves as one element: half the time of moving bytes.
+    rows = np.ascontiguousarray(frames).view(f"V{patch}")
+    split = rows.reshape(t, temporal, channels, h // merge, merge, patch, w // merge, merge)
+    patches = np.ascontiguousarray(split.transpose(0, 3, 6, 4, 7, 2, 1, 5)).view(np.uint8)
+    return patches.reshape(t * h * w, channels * temporal * patch * patch), (t, h, w)
 
 
 def normalize(patches: np.ndarray, spec: ModelSpec) -> np.ndarray:
