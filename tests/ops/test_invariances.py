@@ -248,7 +248,7 @@ def test_row_tiles_are_bounded_and_cover_every_row(requests: list[tuple[int, int
         in_tile = [
             seq_len
             for request, seq_len in enumerate(seq_lens)
-            if cu_query_lens[request] < end and cu_query_lens[request + 1] > start
+            if max(start, cu_query_lens[request]) < min(end, cu_query_lens[request + 1])
         ]
         assert longest >= max(in_tile)
         covered = end
