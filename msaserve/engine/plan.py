@@ -29,7 +29,7 @@ class PlanRow:
     """Whether the row's last token yields an output token; False for all chunks of a prompt but the last."""
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
-    """All output tokens so far (penalties count them; its length is the output position that keys the random number)."""
+    """All output tokens so far: penalties count them, and their number is the position that keys the random number."""
     media: tuple[MediaItem, ...] = ()
     """The request's media that overlap this step's positions."""
 
