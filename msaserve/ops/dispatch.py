@@ -15,11 +15,13 @@ class Impl:
     name: what `impl=` takes.
     target: "module:function", imported when first chosen, so that no backend is loaded before it is needed.
     why_not: called with the operator's own arguments; None if the implementation can serve them, else the reason.
+    pays: called likewise; whether `impl=None` should take it. A name takes it all the same.
     """
 
     name: str
     target: str
     why_not: Callable[..., str | None]
+    pays: Callable[..., bool] = lambda *args, **kwargs: True
 
     def load(self) -> Callable[..., Any]:
         module, _, function = self.target.partition(":")
@@ -33,14 +35,14 @@ def always(*args: Any, **kwargs: Any) -> None:
 
 
 def choose(op: str, impls: Sequence[Impl], impl: str | None, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """The implementation named `impl`, or for None the first one that works for these arguments.
+    """The implementation named `impl`, or for None the first one that works and pays for these arguments.
 
     Raises:
         ValueError: no implementation has that name, or the one named cannot serve these arguments.
     """
     if impl is None:
         for candidate in impls:
-            if candidate.why_not(*args, **kwargs) is None:
+            if candidate.why_not(*args, **kwargs) is None and candidate.pays(*args, **kwargs):
                 return candidate.load()
         reasons = "; ".join(f"{c.name}: {c.why_not(*args, **kwargs)}" for c in impls)
         raise ValueError(f"{op}: no implementation serves these arguments ({reasons})")

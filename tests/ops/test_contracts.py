@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from msaserve import ops
-from msaserve.ops.testing import SMALL_CASES, Case, build, select
+from msaserve.ops.testing import SMALL_CASES, Case, CaseSpec, build, select
 
 CASE = build(SMALL_CASES[0])
 """Ragged: T = 17, B = 5, Hq = 8, Hkv = 2, D = 32, Di = 16, blocks of 16, S = 4."""
@@ -164,3 +164,17 @@ def test_empty_batches() -> None:
         indptr, entries = remap(CASE, block_ids=ids, cu_query_lens=none["cu_query_lens"], max_blocks=0)
         assert indptr.tolist() == [[0], [0]]
         assert (entries == -1).all()
+
+
+def test_prefill_on_a_cpu_goes_block_by_block_and_decode_query_by_query() -> None:
+    """What impl=None takes, told by its bits: the two ways round differently."""
+    for query_len, seq_len, way in ((64, 200, "reference_kv_major"), (1, 200, "reference")):
+        case = build(CaseSpec(name="default", requests=((query_len, seq_len),), index_values="normal"))
+        ids = select(case, "random")
+        args = (case.q, case.k_cache, case.v_cache, ids, *case.batch)
+        options = {"max_query_len": query_len}
+        assert torch.equal(ops.sparse_attend(*args, **options), ops.sparse_attend(*args, **options, impl=way))
+        others = {"reference", "reference_kv_major"} - {way}
+        assert not torch.equal(
+            ops.sparse_attend(*args, **options), ops.sparse_attend(*args, **options, impl=others.pop())
+        )
