@@ -6,6 +6,7 @@ one process that the pool starts anew, and the address space is bounded.
 
 from __future__ import annotations
 
+import gc
 import logging
 import resource
 import socket
@@ -128,6 +129,10 @@ class _Work:
         except Exception as error:
             logging.getLogger(__name__).exception("a %s failed", job.modality)
             return Failed(f"{type(error).__name__}: {error}", None, is_fault=True), b""
+        finally:
+            # A clip's container and decoder refer to each other: its threads and frames would stay for a while.
+            if job.modality == "video":
+                gc.collect()
         rows, columns = item.patches.shape
         done = Done(item.modality, item.grid_thw, item.frame_times, item.content_hash, (rows, columns))
         return done, item.patches

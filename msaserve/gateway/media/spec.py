@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from msaserve import pixels
 from msaserve.errors import CheckpointError, InvalidRequestError
 from msaserve.types import Modality
 
@@ -186,15 +187,8 @@ def to_patches(frames: np.ndarray, spec: ModelSpec) -> tuple[np.ndarray, tuple[i
 
 
 def normalize(patches: np.ndarray, spec: ModelSpec) -> np.ndarray:
-    """uint8 patches to float32: (x − 255·mean) / (255·std) per channel, each step rounded as transformers rounds it."""
-    scale = np.float32(1.0 / (1.0 / 255.0))
-    per_channel = patches.shape[1] // len(spec.image_mean)
-    mean = np.repeat(np.asarray(spec.image_mean, np.float32) * scale, per_channel)
-    std = np.repeat(np.asarray(spec.image_std, np.float32) * scale, per_channel)
-    out = patches.astype(np.float32)
-    out -= mean
-    out /= std
-    return out
+    """uint8 patches to float32 ones, as the model takes them."""
+    return pixels.normalize(patches, spec.image_mean, spec.image_std)
 
 
 def _from_checkpoint(target: str, files: Mapping[str, Any]) -> ModelSpec | None:

@@ -7,7 +7,11 @@ While decoding, one frame is held at a time, and frames that are neither sampled
 from __future__ import annotations
 
 import io
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -31,6 +35,9 @@ _DECODERS = (
 )
 _NAMES = "MP4, MOV, WebM, MKV, MPEG-TS, AVI or animated GIF"
 _MAX_THREADS = 4
+# Others decode by slices or alone: HEVC's frame threads can wait for each other for ever on a damaged file.
+_FRAME_THREADED = ("h264", "vp9")
+_STALL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -151,12 +158,12 @@ class _Clip:
         last: tuple[Any, float] | None = None
         is_taken = False
         try:
-            for frame, time in self._decode(set(targets)):
-                last, is_taken = (frame, time), False
-                if position < len(targets) and time + tolerance >= targets[position]:
-                    while position < len(targets) and time + tolerance >= targets[position]:
+            for frame, shown in self._decode(set(targets)):
+                last, is_taken = (frame, shown), False
+                if position < len(targets) and shown + tolerance >= targets[position]:
+                    while position < len(targets) and shown + tolerance >= targets[position]:
                         position += 1
-                    yield Frame(_pixels(frame, limits), time)
+                    yield Frame(_pixels(frame, limits), shown)
                     is_taken = True
             if last is None:
                 raise InvalidRequestError("the clip has no frame that can be decoded", code="media_no_frames")
@@ -169,21 +176,60 @@ class _Clip:
 
     def _decode(self, targets: set[float]) -> Iterator[tuple[Any, float]]:
         context = self._context
-        context.thread_type = "AUTO"
+        context.thread_type = "FRAME" if context.name in _FRAME_THREADED else "SLICE"
         context.thread_count = _MAX_THREADS
+        with _Watchdog() as watchdog:
+            yield from self._decode_packets(targets, watchdog)
+
+    def _decode_packets(self, targets: set[float], watchdog: _Watchdog) -> Iterator[tuple[Any, float]]:
+        context = self._context
         number = 0
         for packet in [*self._packets, None]:
             if self._has_times and packet is not None:
                 # Equal floats: both sides come from the same whole ticks.
                 is_target = packet.pts is None or self._time(packet.pts) in targets
                 context.skip_frame = "DEFAULT" if is_target else "NONREF"
-            for frame in context.decode(packet):
-                time = self._time(frame.pts) if self._has_times and frame.pts is not None else number * self._tick
-                yield frame, float(time)
+            with watchdog.watched():
+                frames = context.decode(packet)
+            for frame in frames:
+                has_time = self._has_times and frame.pts is not None
+                yield frame, self._time(frame.pts) if has_time else float(number * self._tick)
                 number += 1
 
     def _time(self, pts: int) -> float:
         return float((pts - self._start) * self._tick)
+
+
+class _Watchdog:
+    """Ends the process when a decoder stands still: nothing else frees a thread that waits inside the library.
+
+    `watched` wraps each call.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._is_done = threading.Event()
+
+    def __enter__(self) -> _Watchdog:
+        threading.Thread(target=self._watch, name="media-watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_done.set()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    def _watch(self) -> None:
+        while not self._is_done.wait(1.0):
+            since = self._since
+            if since is not None and time.monotonic() - since > _STALL_SECONDS:
+                os._exit(1)
 
 
 def _pixels(frame: Any, limits: MediaLimits) -> np.ndarray:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from msaserve.gateway.media.limits import MediaLimits
 from msaserve.gateway.media.prepare import prepare
 from msaserve.gateway.media.spec import Hints
 from msaserve.gateway.media.specs.minimax_m3 import MiniMaxM3Spec
-from msaserve.gateway.media.video import Frame, sample_video
+from msaserve.gateway.media.video import Frame, _Watchdog, sample_video
 
 LIMITS = MediaLimits()
 SPEC = MiniMaxM3Spec()
@@ -116,6 +117,24 @@ def test_clip_that_starts_between_keyframes() -> None:
     times = prepare("video", data[188 * 6 :], Hints(fps=5), SPEC, LIMITS).frame_times
     assert times[0] == 0.0
     assert times[-1] <= 2.9
+
+
+def test_a_clip_on_which_frame_threads_wait_for_ever() -> None:
+    """Damage that makes FFmpeg's threads for HEVC wait for each other; without them it decodes."""
+    data = (Path(__file__).parent / "damaged_hevc.mp4").read_bytes()
+    assert prepare("video", data, Hints(), SPEC, LIMITS).grid_thw == (1, 4, 4)
+
+
+def test_a_decoder_that_stands_still_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr("msaserve.gateway.media.video.os._exit", lambda code: ended.set())
+    monkeypatch.setattr("msaserve.gateway.media.video._STALL_SECONDS", 0.5)
+    with _Watchdog() as watchdog:
+        with watchdog.watched():
+            pass
+        assert not ended.wait(1.2)
+        with watchdog.watched():
+            assert ended.wait(5)
 
 
 def test_only_one_decoded_frame_is_held() -> None:
