@@ -110,7 +110,11 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: the template fails, or there are more than max_tokens tokens and the text is long.
         """
-        guard = new_guard([self._source, *_strings(messages), *_strings(kwargs)])
+        strings = _strings(messages)
+        if max_tokens is not None:
+            for string in strings:
+                check_length(tokenizer, string, max_tokens, param="messages")
+        guard = new_guard([self._source, *strings, *_strings(kwargs)])
         guarded = [
             {key: _guard(tokenizer, value, guard, message.get("role") == "assistant") if key != "role" else value
              for key, value in message.items()}

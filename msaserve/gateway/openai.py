@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -338,7 +337,7 @@ NumberT = TypeVar("NumberT", int, float)
 
 def _check(name: str, value: NumberT, low: float, high: float, *, is_open: bool = False) -> NumberT:
     """low ≤ value ≤ high, or low < value where the range is open. NaN is never inside."""
-    if not ((low < value if is_open else low <= value) and value <= high) or math.isnan(value):
+    if not ((low < value if is_open else low <= value) and value <= high):
         bounds = f"greater than {low} and at most {high}" if is_open else f"between {low} and {high}"
         raise InvalidRequestError(f"{name} must be {bounds}, not {value}", param=name)
     return value

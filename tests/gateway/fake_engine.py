@@ -150,7 +150,7 @@ def serve(
     app = create_app(client, Tokenizer.load(TINY), template or ChatTemplate.load(TINY), settings)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread = threading.Thread(target=server.run, name="http-server", kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

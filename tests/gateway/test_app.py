@@ -177,11 +177,20 @@ def test_a_body_over_the_limit(http: httpx.Client, engine: FakeClient) -> None:
     assert http.get("/health").status_code == 200
 
 
-def test_a_huge_prompt_is_refused_while_others_are_served() -> None:
+def test_a_huge_prompt_is_refused_while_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    count_beyond = Tokenizer.count_beyond
+
+    def spy(tokenizer: Tokenizer, text: str, limit: int) -> int | None:
+        threads.append(threading.current_thread().name)
+        return count_beyond(tokenizer, text, limit)
+
+    monkeypatch.setattr(Tokenizer, "count_beyond", spy)
     engine = FakeClient(max_model_len=524_288)
     huge: list[tuple[str, dict[str, Any]]] = [
         (TEXT, {"prompt": "word " * 2_000_000}),
         (CHAT, {"messages": [{"role": "user", "content": "ab" * 5_000_000}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "ab" * 100_000}] * 40}),
     ]
     with serve(engine, max_body_bytes=2**26) as url, httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
         latencies = []
@@ -201,11 +210,13 @@ def test_a_huge_prompt_is_refused_while_others_are_served() -> None:
                 problem = error(http.post(path, json=fields), 400)
                 assert problem["code"] == "context_length_exceeded"
                 assert "at most 524287" in problem["message"]
-                assert "10000" in problem["message"]
+                assert "characters has more than" in problem["message"]
         finally:
             done.set()
             thread.join()
         assert max(latencies) < 1.0
+        assert len(threads) == 3
+        assert "http-server" not in threads
         assert not engine.requests
 
 

@@ -98,6 +98,12 @@ def test_guard_holds_between_neighbouring_parts(parts: list[str]) -> None:
     assert guarded(*interleaved) == TOKENIZER.encode_plain("".join(parts))
 
 
+def test_guard_holds_against_the_templates_own_text() -> None:
+    assert guarded("[e~", "[ so") == TOKENIZER.encode_plain("[e~[ so")
+    assert guarded("", "so [e~", "[") == TOKENIZER.encode_plain("so [e~[")
+    assert guarded("[", "e~", "[") == TOKENIZER.encode_plain("[e~[")
+
+
 def test_guard_holds_where_a_template_trims() -> None:
     guard = "\U00100001"
     parts = [TOKENIZER.guard(text, guard).strip() for text in ("[e~\n", " [")]
