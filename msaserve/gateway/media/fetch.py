@@ -57,7 +57,7 @@ class Fetcher:
     ) -> None:
         self._limits = limits
         self._allowed_hosts = None if allowed_hosts is None else tuple(h.lower().strip(".") for h in allowed_hosts)
-        self._backend = _CheckedBackend(allows_private)
+        self._backend = _CheckedBackend(allows_private, limits.max_downloads)
         self._places = asyncio.Semaphore(limits.max_downloads)
         self._pool = httpcore.AsyncConnectionPool(
             max_connections=limits.max_downloads,
@@ -156,11 +156,11 @@ class _Redirect:
 class _CheckedBackend(httpcore.AsyncNetworkBackend):
     """Connects to public addresses only."""
 
-    def __init__(self, allows_private: bool) -> None:
+    def __init__(self, allows_private: bool, num_resolvers: int) -> None:
         self._allows_private = allows_private
         self._inner = httpcore.AnyIOBackend()
-        # Its own threads: a slow name server holds up nobody else's.
-        self._resolvers = ThreadPoolExecutor(16, thread_name_prefix="media-dns")
+        # Threads of its own, one for each download: a slow name server holds up nobody else.
+        self._resolvers = ThreadPoolExecutor(num_resolvers, thread_name_prefix="media-dns")
 
     def close(self) -> None:
         self._resolvers.shutdown(wait=False, cancel_futures=True)

@@ -34,5 +34,7 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     image_timeout_s: float = 20.0
     video_timeout_s: float = 120.0
     max_redirects: int = 5
-    max_downloads: int = 64
+    max_downloads: int = 512
     """Downloads at a time; further ones wait."""
+    max_request_downloads: int = 16
+    """Downloads at a time of one request: slow ones of its own hold up itself alone."""

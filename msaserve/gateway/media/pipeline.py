@@ -82,7 +82,8 @@ class MediaPipeline:
             InvalidRequestError, TooLargeError, BusyError, EngineError: the first that fails; the others are given up.
         """
         self.check(parts)
-        return await _all(self._prepare(part, lease) for part in parts)
+        places = asyncio.Semaphore(self.limits.max_request_downloads)
+        return await _all(self._prepare(part, lease, places) for part in parts)
 
     async def place(
         self, items: Sequence[Prepared], token_ids: Sequence[int], tokenizer: Tokenizer, lease: Lease
@@ -110,9 +111,10 @@ class MediaPipeline:
             for item, (offset, length) in zip(items, spans, strict=True)
         )
 
-    async def _prepare(self, part: MediaPart, lease: Lease) -> Prepared:
+    async def _prepare(self, part: MediaPart, lease: Lease, places: asyncio.Semaphore) -> Prepared:
         with _Located(part):
-            data = await self._fetcher.fetch(part.url, part.modality, lease)
+            async with places:
+                data = await self._fetcher.fetch(part.url, part.modality, lease)
             return await self._pool.prepare(part.modality, data, part.hints)
 
 

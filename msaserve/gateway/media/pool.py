@@ -19,6 +19,9 @@ from msaserve.gateway.media.process import Done, Failed, Job, Setup, receive, se
 from msaserve.gateway.media.spec import Hints, Prepared, SpecSource
 from msaserve.types import Modality
 
+_MAX_JOBS = 10_000
+"""Then a process is replaced, whatever its libraries have kept."""
+
 _Key = tuple[bytes, Modality, Hints]
 
 
@@ -123,7 +126,7 @@ class MediaPool:
             raise
         finally:
             self._busy.discard(process)
-            if process.is_alive and not self._is_closed:
+            if process.is_alive and not self._is_closed and process.num_jobs < _MAX_JOBS:
                 self._idle.append(process)
             else:
                 process.kill()
@@ -171,10 +174,12 @@ class _Process:
         self._popen: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self.is_alive = True
+        self.num_jobs = 0
 
     def run(self, job: Job, data: bytes, timeout: float) -> Prepared:
         """Raises InvalidRequestError or EngineError."""
         deadline = time.monotonic() + timeout
+        self.num_jobs += 1
         kind = "picture" if job.modality == "image" else "clip"
         try:
             sock = self.start() if self._socket is None else self._socket
