@@ -2,12 +2,18 @@
 
 Two launches. `score_kernel` deals every request's blocks out to many programs; a block's keys are the M side of the
 matrix instruction, index heads × query tokens the small N side. `select_kernel` picks the best blocks of one row.
-The fused decode step lets its attend programs call `top_blocks` themselves and needs the first launch only.
+The fused decode step (ops.sparse_decode) calls `choose_blocks` where it attends and needs the first launch only.
+
+With programmatic dependent launch a kernel starts before the one ahead of it has ended and waits for its data. What
+describes the batch (block_table, seq_lens, cu_query_lens) is read before that wait: it must not be written by a
+kernel launched directly before that lets its dependents start early.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +25,16 @@ MAX_QUERY_LEN = 8
 
 SCORE_PROGRAMS = 4096
 """Programs of the scan over all requests together, about: enough to fill the card and to even out ragged batches."""
+
+DIRECT_BLOCKS = 512
+"""Scores that one warp chooses from directly. Of longer rows it takes the best of each of at most as many combs."""
+
+
+RANKED = 4
+"""Blocks whose ranks one program counts."""
+
+RANK_PAIRS = 1 << 21
+"""Pairs of blocks that are compared at once to rank them all; beyond, taking the best again and again is faster."""
 
 
 @triton.jit
@@ -48,7 +64,7 @@ def order_key(score, n, num_blocks, first_local):
 
 @triton.jit
 def take_best(key, n, S, SP: tl.constexpr):
-    """[SP]: the n of the S largest keys, largest first, of equal keys the lower n first. Once all are taken, any again."""
+    """[SP]: the n of the S largest keys, largest first, of equal keys the lower n first; then any again."""
     place = tl.arange(0, SP)
     chosen = tl.full((SP,), 0x7FFFFFFF, tl.int32)
     for i in range(S):
@@ -57,6 +73,14 @@ def take_best(key, n, S, SP: tl.constexpr):
         chosen = tl.where(place == i, first, chosen)
         key = tl.where(n == first, -0x80000000, key)
     return chosen
+
+
+@triton.jit
+def prefetch(at):
+    """Asks for the 128-byte lines at these addresses to come to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -99,7 +123,13 @@ def score_kernel(
     start = tl.load(cu_query_lens + request)
     query_len = tl.load(cu_query_lens + request + 1) - start
     num_blocks = tl.where(query_len > 0, (seq_len + BLOCK - 1) // BLOCK, 0)
+    offset = tl.arange(0, BLOCK)
     if PDL:
+        # While the launch before still runs, its memory idle or not, the first block starts for the L2 cache. This
+        # reads nothing yet: what that launch stores is seen.
+        if first < num_blocks:
+            line = index_k + page.to(tl.int64) * stride_kp + offset[:, None] * stride_kn
+            prefetch(line + tl.arange(0, D // 64)[None, :] * 64)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     r = tl.arange(0, R)
@@ -113,7 +143,6 @@ def score_kernel(
     )
     visible = seq_len - query_len + token + 1
     out = scores + head * stride_sh + row * stride_st
-    offset = tl.arange(0, BLOCK)
     keys = index_k + offset[:, None] * stride_kn + d[None, :]
     comb_best = tl.full((R,), float("-inf"), tl.float32)
     comb_block = tl.full((R,), 0, tl.int32) + first
@@ -132,6 +161,48 @@ def score_kernel(
         at = (row * H + head) * step + first
         tl.store(comb_scores + at, comb_best, mask=real)
         tl.store(comb_blocks + at, comb_block, mask=real)
+
+
+@triton.jit
+def choose_blocks(
+    scores,
+    comb_scores,
+    comb_blocks,
+    visible,
+    local_blocks,
+    combs,
+    BLOCK: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    CP: tl.constexpr,
+    RP: tl.constexpr,
+):
+    """[SP] block ids of one row of scores, best first, −1 after the last valid one. Made for one warp: no barriers.
+
+    With RP > 0, comb c of `combs` is the blocks c, c + combs, … of which the scan kept the best. Only the S combs
+    with the best of these are searched: a block of another comb has S better blocks against it.
+    """
+    num_blocks = (visible + BLOCK - 1) // BLOCK
+    first_local = num_blocks - local_blocks
+    c = tl.arange(0, CP)
+    if RP == 0:
+        n = c
+        score = tl.load(scores + n, mask=n < num_blocks, other=0.0)
+        key = order_key(score, n, num_blocks, first_local)
+    else:
+        is_in = (c < combs) & (c < num_blocks)
+        best = tl.load(comb_scores + c, mask=is_in, other=0.0)
+        block = tl.load(comb_blocks + c, mask=is_in, other=0)
+        # A forced block stands for its comb, the last of them if it has several.
+        last = c + (num_blocks - 1 - c) // combs * combs
+        block = tl.where(is_in, tl.where(last >= first_local, last, block), 0x7FFFFFFF)
+        top = take_best(order_key(best, block, num_blocks, first_local), block, S, SP)
+        start = tl.where(top < num_blocks, top % combs, 0x40000000)
+        n = tl.reshape(start[:, None] + (tl.arange(0, RP) * combs)[None, :], (SP * RP,))
+        score = tl.load(scores + n, mask=n < num_blocks, other=0.0)
+        key = order_key(score, n, num_blocks, first_local)
+    place = tl.arange(0, SP)
+    return tl.where((place < num_blocks) & (place < S), take_best(key, n, S, SP), -1)
 
 
 @triton.jit
@@ -157,42 +228,146 @@ def select_kernel(
     RP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """block_ids of query token program_id(0) and index head program_id(1), by one warp: it needs no barriers.
-
-    With RP > 0, comb c of `combs` is the blocks c, c + combs, … of which the scan kept the best. Only the S combs
-    with the best of these are searched: a block of another comb has S better blocks against it.
-    """
-    t = tl.program_id(0)
+    """block_ids of query token program_id(0) and index head program_id(1)."""
+    t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    request, visible = locate(cu_query_lens, seq_lens, t, num_requests, BP)
+    _, visible = locate(cu_query_lens, seq_lens, tl.program_id(0), num_requests, BP)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = (t * tl.num_programs(1) + head) * combs
+    row = scores + head.to(tl.int64) * stride_sh + t * stride_st
+    ids = choose_blocks(row, comb_scores + at, comb_blocks + at, visible, local_blocks, combs, BLOCK, S, SP, CP, RP)
+    place = tl.arange(0, SP)
+    tl.store(block_ids + head * stride_ih + t * stride_it + place, ids, mask=place < S)
+
+
+@triton.jit
+def rank_kernel(
+    scores,
+    seq_lens,
+    cu_query_lens,
+    block_ids,
+    num_requests,
+    local_blocks,
+    stride_sh,
+    stride_st,
+    stride_ih,
+    stride_it,
+    BP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    CP: tl.constexpr,
+    MINE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The same for few rows of few blocks: programs along axis 2 count the ranks of MINE blocks each and place them."""
+    t = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    _, visible = locate(cu_query_lens, seq_lens, tl.program_id(0), num_requests, BP)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     num_blocks = (visible + BLOCK - 1) // BLOCK
     first_local = num_blocks - local_blocks
-    row = scores + head.to(tl.int64) * stride_sh + t.to(tl.int64) * stride_st
-    c = tl.arange(0, CP)
-    if RP == 0:
-        n = c
-        is_in = c < num_blocks
-        score = tl.load(row + c, mask=is_in, other=0.0)
-        key = order_key(score, n, num_blocks, first_local)
-    else:
-        at = (t.to(tl.int64) * tl.num_programs(1) + head) * combs + c
-        is_in = (c < combs) & (c < num_blocks)
-        best = tl.load(comb_scores + at, mask=is_in, other=0.0)
-        block = tl.load(comb_blocks + at, mask=is_in, other=0)
-        # A forced block stands for its comb, the last of them if it has several.
-        last = c + (num_blocks - 1 - c) // combs * combs
-        block = tl.where(is_in, tl.where(last >= first_local, last, block), 0x7FFFFFFF)
-        top = take_best(order_key(best, block, num_blocks, first_local), block, S, SP)
-        start = tl.where(top < num_blocks, top % combs, 0x40000000)
-        n = tl.reshape(start[:, None] + (tl.arange(0, RP) * combs)[None, :], (SP * RP,))
-        score = tl.load(row + n, mask=n < num_blocks, other=0.0)
-        key = order_key(score, n, num_blocks, first_local)
-    place = tl.arange(0, SP)
-    ids = tl.where(place < num_blocks, take_best(key, n, S, SP), -1)
-    tl.store(block_ids + head * stride_ih + t * stride_it + place, ids, mask=place < S)
+    row = scores + head.to(tl.int64) * stride_sh + t * stride_st
+    n = tl.arange(0, CP)
+    mine = part * MINE + tl.arange(0, MINE)
+    score = tl.load(row + n, mask=n < num_blocks, other=0.0)
+    my_score = tl.load(row + mine, mask=mine < num_blocks, other=0.0)
+    key = order_key(score, n, num_blocks, first_local)[None, :]
+    my_key = order_key(my_score, mine, num_blocks, first_local)[:, None]
+    is_before = (key > my_key) | ((key == my_key) & (n[None, :] < mine[:, None]))
+    rank = tl.sum(is_before.to(tl.int32), 1)
+    ids = block_ids + head * stride_ih + t * stride_it
+    tl.store(ids + rank, mine, mask=(rank < S) & (mine < num_blocks))
+    if part == 0:
+        place = tl.arange(0, SP)
+        tl.store(ids + place, tl.full((SP,), -1, tl.int32), mask=(place >= num_blocks) & (place < S))
+
+
+class Scan(NamedTuple):
+    """What the scan leaves for the choice."""
+
+    scores: torch.Tensor
+    """[Hkv, T, N] float32, written for real queries and visible blocks only."""
+    comb_scores: torch.Tensor
+    comb_blocks: torch.Tensor
+    """[T, Hkv, combs] float32 and int32: the best score of each comb and its block, if `choice` has RP > 0."""
+    combs: int
+    choice: dict[str, int]
+    """The constants of `choose_blocks`."""
+
+
+def scan(
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    *,
+    topk: int,
+    max_query_len: int,
+    max_seq_len: int,
+    programs: int = SCORE_PROGRAMS,
+    direct: int = DIRECT_BLOCKS,
+    stages: int | None = None,
+) -> Scan:
+    """One launch over every block of every request. The split depends on shapes only."""
+    num_rows, num_heads, dim = index_q.shape
+    num_requests = seq_lens.shape[0]
+    block_size = index_k_cache.shape[1]
+    num_blocks = triton.cdiv(max_seq_len, block_size)
+    combs = max(1, min(num_blocks, programs // num_requests))
+    run = 0
+    if num_blocks > direct:
+        combs = min(combs, direct)
+        run = triton.next_power_of_2(triton.cdiv(num_blocks, combs))
+    scores = torch.empty((num_heads, num_rows, num_blocks), dtype=torch.float32, device=index_q.device)
+    comb_scores, comb_blocks = scores, scores
+    if run:
+        comb_scores = torch.empty((num_rows, num_heads, combs), dtype=torch.float32, device=index_q.device)
+        comb_blocks = torch.empty((num_rows, num_heads, combs), dtype=torch.int32, device=index_q.device)
+    query_pad = triton.next_power_of_2(max_query_len)
+    topk_pad = triton.next_power_of_2(topk)
+    if stages is None:
+        # Registers take one block soonest if all programs run at once; shared memory keeps more of them in flight.
+        stages = 1 if combs * num_requests <= 528 and combs == num_blocks else 2
+    options: dict[str, bool | int] = dict(launch_options(index_q))
+    if stages == 1 and index_q.is_cuda:
+        # Four programs on a multiprocessor.
+        options["maxnreg"] = 128
+    score_kernel[(combs, num_requests)](
+        index_q,
+        index_k_cache,
+        block_table,
+        seq_lens,
+        cu_query_lens,
+        scores,
+        comb_scores,
+        comb_blocks,
+        index_q.stride(0),
+        index_q.stride(1),
+        index_k_cache.stride(0),
+        index_k_cache.stride(1),
+        block_table.stride(0),
+        scores.stride(0),
+        scores.stride(1),
+        H=num_heads,
+        QP=query_pad,
+        R=max(8, triton.next_power_of_2(num_heads) * query_pad),
+        D=dim,
+        BLOCK=block_size,
+        STAGES=stages,
+        COMBS=run > 0,
+        num_warps=4,
+        **options,
+    )
+    width = max(topk_pad, triton.next_power_of_2(combs if run else num_blocks))
+    choice = {"BLOCK": block_size, "S": topk, "SP": topk_pad, "CP": width, "RP": run}
+    return Scan(scores, comb_scores, comb_blocks, combs, choice)
 
 
 def why_not(
@@ -221,21 +396,24 @@ def why_not(
 
 
 def why_not_here(q: torch.Tensor) -> str | None:
-    """None if the kernels run on q's device and dtype: half precision on a card of compute capability 9."""
+    """None if the matrix kernels run on q's device and dtype: half precision on a card of compute capability 9."""
     if not q.is_cuda:
-        if not knobs.runtime.interpret:
-            return "not a CUDA device, and TRITON_INTERPRET is not set"
         # The interpreter multiplies bfloat16 matrices as the integers that hold their bits.
-        return "the interpreter cannot multiply bfloat16" if q.dtype == torch.bfloat16 else None
-    if torch.cuda.get_device_capability(q.device)[0] != 9:
-        return "not a Hopper card"
+        return "the interpreter cannot multiply bfloat16" if q.dtype == torch.bfloat16 else why_not_device(q)
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"queries are {q.dtype}, not bfloat16 or float16"
-    return None
+    return why_not_device(q)
+
+
+def why_not_device(x: torch.Tensor) -> str | None:
+    """None if x is where Triton's kernels run: on a Hopper card, or in the interpreter."""
+    if not x.is_cuda:
+        return None if knobs.runtime.interpret else "not a CUDA device, and TRITON_INTERPRET is not set"
+    return None if torch.cuda.get_device_capability(x.device)[0] == 9 else "not a Hopper card"
 
 
 def launch_options(tensor: torch.Tensor) -> dict[str, bool]:
-    """Programmatic dependent launch where there is such a thing: a kernel's start overlaps the end of the one before."""
+    """Programmatic dependent launch on a card: a kernel's start overlaps the end of the one before."""
     return {"PDL": True, "launch_pdl": True} if tensor.is_cuda else {"PDL": False}
 
 
@@ -251,80 +429,36 @@ def select_blocks(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
-    programs: int = SCORE_PROGRAMS,
-    stages: int = 2,
-    warps: int = 4,
-    direct: int = 1024,
-    stop: bool = False,
+    **tuning: int,
 ) -> torch.Tensor:
-    num_rows, num_heads, dim = index_q.shape
+    num_rows, num_heads, _ = index_q.shape
     num_requests = seq_lens.shape[0]
-    block_size = index_k_cache.shape[1]
-    num_blocks = triton.cdiv(max_seq_len, block_size)
-    combs = max(1, min(num_blocks, programs // num_requests))
-    run = 0
-    if num_blocks > direct:
-        combs = min(combs, direct)
-        run = triton.next_power_of_2(triton.cdiv(num_blocks, combs))
-    scores = torch.empty((num_heads, num_rows, num_blocks), dtype=torch.float32, device=index_q.device)
-    comb_scores, comb_blocks = scores, scores
-    if run:
-        comb_scores = torch.empty((num_rows, num_heads, combs), dtype=torch.float32, device=index_q.device)
-        comb_blocks = torch.empty((num_rows, num_heads, combs), dtype=torch.int32, device=index_q.device)
     if out is None:
         out = torch.empty((num_heads, num_rows, topk), dtype=torch.int32, device=index_q.device)
-    query_pad = triton.next_power_of_2(max_query_len)
-    topk_pad = triton.next_power_of_2(topk)
-    options = launch_options(index_q)
-    score_kernel[(combs, num_requests)](
+    found = scan(
         index_q,
         index_k_cache,
         block_table,
         seq_lens,
         cu_query_lens,
-        scores,
-        comb_scores,
-        comb_blocks,
-        index_q.stride(0),
-        index_q.stride(1),
-        index_k_cache.stride(0),
-        index_k_cache.stride(1),
-        block_table.stride(0),
-        scores.stride(0),
-        scores.stride(1),
-        H=num_heads,
-        QP=query_pad,
-        R=max(8, triton.next_power_of_2(num_heads) * query_pad),
-        D=dim,
-        BLOCK=block_size,
-        STAGES=stages,
-        COMBS=run > 0,
-        num_warps=warps,
-        **options,
+        topk=topk,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        **tuning,
     )
-    if stop:
-        return scores
-    select_kernel[(num_rows, num_heads)](
-        scores,
-        comb_scores,
-        comb_blocks,
-        seq_lens,
-        cu_query_lens,
-        out,
-        num_requests,
-        local_blocks,
-        combs,
-        scores.stride(0),
-        scores.stride(1),
-        out.stride(0),
-        out.stride(1),
-        BP=triton.next_power_of_2(num_requests),
-        BLOCK=block_size,
-        S=topk,
-        SP=topk_pad,
-        CP=max(topk_pad, triton.next_power_of_2(combs if run else num_blocks)),
-        RP=run,
-        num_warps=1,
-        **options,
-    )
+    options = {"BP": triton.next_power_of_2(num_requests), "num_warps": 1, **launch_options(index_q)}
+    where = (seq_lens, cu_query_lens, out, num_requests, local_blocks)
+    strides = (*found.scores.stride()[:2], *out.stride()[:2])
+    width = found.choice["CP"]
+    if found.choice["RP"] == 0 and num_rows * num_heads * width * width <= RANK_PAIRS:
+        mine = min(RANKED, width)
+        names = ("BLOCK", "S", "SP", "CP")
+        rank_kernel[(num_rows, num_heads, width // mine)](
+            found.scores, *where, *strides, **{name: found.choice[name] for name in names}, MINE=mine, **options
+        )
+    else:
+        combs = (found.comb_scores, found.comb_blocks)
+        select_kernel[(num_rows, num_heads)](
+            found.scores, *combs, *where, found.combs, *strides, **found.choice, **options
+        )
     return out

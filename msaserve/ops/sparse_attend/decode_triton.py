@@ -15,13 +15,16 @@ import triton.language as tl
 
 from msaserve.ops.select_blocks.decode_triton import MAX_QUERY_LEN, launch_options, locate, why_not_here
 
-PROGRAMS = 264
-"""Programs aimed at: two on each of a Hopper card's 132 multiprocessors."""
+PROGRAMS = 132
+"""Programs aimed at: one on each of a Hopper card's multiprocessors."""
+
+
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
 def attend_pieces(
-    q_ptr,
+    q,
     k_ptr,
     v_ptr,
     ids,
@@ -29,8 +32,6 @@ def attend_pieces(
     visible,
     head,
     split,
-    q_row,
-    stride_qh,
     stride_kp,
     stride_kn,
     stride_kh,
@@ -38,7 +39,6 @@ def attend_pieces(
     stride_vn,
     stride_vh,
     scale_log2,
-    G: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -51,12 +51,8 @@ def attend_pieces(
 
     Returns (out [16, D] divided by its sum, lse [16] in base 2; 0 and −inf where nothing is visible).
     """
-    g = tl.arange(0, 16)
     d = tl.arange(0, D)
     offset = tl.arange(0, TILE)
-    q = tl.load(
-        q_ptr + q_row + (head * G + g)[:, None] * stride_qh + d[None, :], mask=(g < G)[:, None], other=0.0
-    )
     PARTS: tl.constexpr = BLOCK // TILE
     # An id out of range sees nothing and reads no page but 0.
     place = tl.arange(0, SP)
@@ -93,6 +89,42 @@ def attend_pieces(
     is_empty = total == 0.0
     acc = acc / tl.where(is_empty, 1.0, total)[:, None]
     return acc, tl.where(is_empty, float("-inf"), best + tl.log2(total))
+
+
+@triton.jit
+def load_group(q_ptr, row, head, stride_qt, stride_qh, G: tl.constexpr, D: tl.constexpr):
+    """[16, D]: the query heads of KV head `head`, zeros after the last of them."""
+    g = tl.arange(0, 16)
+    at = row * stride_qt + (head * G + g)[:, None] * stride_qh + tl.arange(0, D)[None, :]
+    return tl.load(q_ptr + at, mask=(g < G)[:, None], other=0.0)
+
+
+@triton.jit
+def store_group(
+    acc,
+    lse,
+    out,
+    partial_out,
+    partial_lse,
+    row,
+    head,
+    split,
+    stride_ot,
+    stride_oh,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The output of a row that is not split, else one split's partial output and sum."""
+    g = tl.arange(0, 16)
+    d = tl.arange(0, D)
+    if SPLITS == 1:
+        to = out + row * stride_ot + (head * G + g)[:, None] * stride_oh + d[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=(g < G)[:, None])
+    else:
+        part = ((row * tl.num_programs(1) + head) * SPLITS + split) * G + g
+        tl.store(partial_out + part[:, None] * D + d[None, :], acc, mask=(g < G)[:, None])
+        tl.store(partial_lse + part, lse, mask=g < G)
 
 
 @triton.jit
@@ -153,8 +185,9 @@ def attend_kernel(
     ids = tl.load(block_ids + head * stride_ih + row * stride_it + place, mask=place < S, other=-1)
     if SCALED_K:
         scale_log2 *= tl.load(k_scale + head * stride_ks)
+    q = load_group(q_ptr, row, head, stride_qt, stride_qh, G, D)
     acc, lse = attend_pieces(
-        q_ptr,
+        q,
         k_ptr,
         v_ptr,
         ids,
@@ -162,8 +195,6 @@ def attend_kernel(
         visible,
         head,
         split,
-        row * stride_qt,
-        stride_qh,
         stride_kp,
         stride_kn,
         stride_kh,
@@ -171,7 +202,6 @@ def attend_kernel(
         stride_vn,
         stride_vh,
         scale_log2,
-        G,
         D,
         BLOCK,
         TILE,
@@ -182,15 +212,7 @@ def attend_kernel(
     )
     if SCALED_V:
         acc *= tl.load(v_scale + head * stride_vs)
-    g = tl.arange(0, 16)
-    d = tl.arange(0, D)
-    if SPLITS == 1:
-        to = out + row * stride_ot + (head * G + g)[:, None] * stride_oh + d[None, :]
-        tl.store(to, acc.to(out.dtype.element_ty), mask=(g < G)[:, None])
-    else:
-        part = ((row * tl.num_programs(1) + head) * SPLITS + split) * G + g
-        tl.store(partial_out + part[:, None] * D + d[None, :], acc, mask=(g < G)[:, None])
-        tl.store(partial_lse + part, lse, mask=g < G)
+    store_group(acc, lse, out, partial_out, partial_lse, row, head, split, stride_ot, stride_oh, G, D, SPLITS)
 
 
 @triton.jit
@@ -269,26 +291,20 @@ def sparse_attend(
     splits: int | None = None,
     tile: int | None = None,
     stages: int = 3,
-    warps: int = 4,
+    warps: int | None = None,
 ) -> torch.Tensor:
     """The splits depend on shapes only: a row has the same bits in every batch that is split alike."""
     num_rows, num_heads, dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     topk = block_ids.shape[2]
-    tile = tile or block_size
-    pieces = topk * (block_size // tile)
-    if splits is None:
-        splits = max(1, min(pieces, PROGRAMS // (num_rows * num_kv_heads)))
-    splits = 1 << (splits.bit_length() - 1)
     if out is None:
         out = torch.empty_like(q)
-    partial_out, partial_lse = out, out
-    if splits > 1:
-        shape = (num_rows, num_kv_heads, splits, group)
-        partial_out = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    options = launch_options(q)
+    splits = splits or num_splits(num_rows * num_kv_heads, topk * (block_size // 64))
+    # A program with a whole row streams it best in large pieces.
+    tile = tile or (block_size if splits <= 2 else 64)
+    warps = warps or (8 if tile == 128 else 4)
+    partial_out, partial_lse = partials(out, num_kv_heads, splits)
     attend_kernel[(splits, num_kv_heads, num_rows)](
         q,
         k_cache,
@@ -303,7 +319,7 @@ def sparse_attend(
         k_scale,
         v_scale,
         seq_lens.shape[0],
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         q.stride(0),
         q.stride(1),
         *k_cache.stride()[:3],
@@ -327,11 +343,27 @@ def sparse_attend(
         SCALED_K=k_scale is not None,
         SCALED_V=v_scale is not None,
         num_warps=warps,
-        **options,
+        **launch_options(q),
     )
     if splits > 1:
         merge(partial_out, partial_lse, out)
     return out
+
+
+def num_splits(num_rows: int, pieces: int) -> int:
+    """Programs to a row of so many pieces, a power of two: by shapes alone, so that a captured graph stays right."""
+    splits = max(1, min(pieces, PROGRAMS // num_rows))
+    return 1 << (splits.bit_length() - 1)
+
+
+def partials(out: torch.Tensor, num_kv_heads: int, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for partial outputs [T, Hkv, splits, G, D] and sums [T, Hkv, splits, G]; `out` itself if none is needed."""
+    if splits == 1:
+        return out, out
+    num_rows, num_heads, dim = out.shape
+    shape = (num_rows, num_kv_heads, splits, num_heads // num_kv_heads)
+    partial_out = torch.empty((*shape, dim), dtype=torch.float32, device=out.device)
+    return partial_out, torch.empty(shape, dtype=torch.float32, device=out.device)
 
 
 def merge(partial_out: torch.Tensor, partial_lse: torch.Tensor, out: torch.Tensor) -> None:
