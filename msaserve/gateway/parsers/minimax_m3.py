@@ -83,6 +83,6 @@ class MiniMaxM3Parser:
         return Step(found.end(), True)
 
     def _take(self) -> list[Event]:
-        events = merge(self._events)
+        events = merge(self._events) if len(self._events) > 1 else list(self._events)
         self._events.clear()
         return events

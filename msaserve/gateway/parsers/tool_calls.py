@@ -139,11 +139,11 @@ class ToolCalls:
 
     def _read_element(self, text: str, position: int) -> Step:
         """Text up to the next NS, in an element or in what is left of a broken call."""
+        call = self._call
+        assert call is not None
         markers: tuple[str, ...] = (NS,)
-        if self._call is not None and self._call.error is None:
-            key = self._call.arguments.key
-            if len(key) <= _MAX_BARE_KEY_CHARS:
-                markers = (NS, f"</{key}>")
+        if call.error is None and len(call.arguments.key) <= _MAX_BARE_KEY_CHARS:
+            markers = (NS, f"</{call.arguments.key}>")
         found = [(at, marker) for marker in markers if (at := text.find(marker, position)) >= 0]
         if not found:
             end = len(text) - held_suffix(text, markers, position)
