@@ -101,7 +101,8 @@ def _batch_from_proto(batch: Any, normalize: Normalize) -> list[MediaItem]:
         items.append(
             MediaItem(
                 modality=modality,
-                patches=normalize(part) if part.dtype == np.uint8 else part.astype(np.float32, copy=False),
+                # Writable, as torch wants its arrays.
+                patches=normalize(part) if part.dtype == np.uint8 else np.require(part, np.float32, "W"),
                 grid_thw=segment_rows(grid) if modality == "video" else (grid,),
                 offset=offset,
                 length=length,

@@ -24,7 +24,7 @@ from msaserve.worker.servicer import Servicer
 _OBSERVE_SECONDS = 1.0
 _RATE_WINDOW = 10
 """Observations over which the rate of output is taken."""
-_END_SECONDS = 5
+_END_SECONDS = 2
 """What calls that were aborted have to hear of it."""
 
 

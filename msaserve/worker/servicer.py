@@ -33,7 +33,9 @@ SERVER_TYPE = "msaserve-grpc"
 MAX_ITEMS = {"image": 200, "video": 20}
 """Of one request, as MiniMax-M3 is served."""
 _CHUNK_BYTES = 2**20
-_FLUSH_POLL_SECONDS = 0.05
+_FLUSH_POLL_SECONDS = 0.02
+_FLUSH_SECONDS = 0.25
+"""The least time to wait for idleness: a request whose end was just seen may still be on its way out."""
 
 
 class Servicer(services.VllmEngineServicer):  # type: ignore[misc]
@@ -154,7 +156,7 @@ class Servicer(services.VllmEngineServicer):  # type: ignore[misc]
 
     async def FlushCache(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Only when nothing runs, or within timeout_s: what runs now would fill the cache again."""
-        deadline = time.monotonic() + request.timeout_s
+        deadline = time.monotonic() + max(request.timeout_s, _FLUSH_SECONDS)
         while True:
             load = await self._engine.load()
             num_active = load.num_running + load.num_waiting
