@@ -110,9 +110,9 @@ def _take_result(where: str, message: dict[str, Any], waiting: dict[str, dict[st
 def _results(where: str, waiting: Mapping[str, dict[str, Any] | None]) -> list[dict[str, Any]]:
     unanswered = [call_id for call_id, message in waiting.items() if message is None]
     if unanswered:
+        calls = ", ".join(map(repr, unanswered))
         raise InvalidRequestError(
-            f"before {where} each of the tool calls {', '.join(map(repr, unanswered))} needs a tool message with its id",
-            param="messages",
+            f"before {where} each of the tool calls {calls} must be answered by a tool message", param="messages"
         )
     return [message for message in waiting.values() if message is not None]
 
