@@ -120,6 +120,8 @@ class ToolCalls:
         end = end_of_space(text, position)
         if self._raw:
             self._raw.append(text[position:end])
+        else:
+            self._reasoning.text(text[position:end])
         rest = text[end : end + len(NS)]
         if rest == NS:
             self._tag = TagReader(NS)

@@ -112,6 +112,7 @@ def test_text_around_calls_is_content() -> None:
     assert (got.reasoning, got.content) == ("r", "\nbefore\n\nafter")
     assert [name for name, _ in got.calls] == ["create_order", "write"]
     assert read(f"<mm:think>r</mm:think>\n\n{ORDER}\n").content == ""
+    assert read(invoke("write", {"path": "p"}) + "\n\ndone").content == "\n\ndone"
 
 
 def test_several_calls() -> None:
@@ -243,7 +244,7 @@ def test_a_malformed_call_is_reported_and_the_next_is_parsed(broken: str, starte
         assert got.content == ""
     else:
         assert report.index is None
-        assert got.content == report.text
+        assert got.content == report.text.removesuffix("\n") + "\n"
 
 
 @pytest.mark.parametrize(
