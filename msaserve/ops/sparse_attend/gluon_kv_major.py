@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from msaserve.ops.sparse_attend import triton_kv_major
+from msaserve.ops.sparse_attend.gluon_shared import attend_shared
 
 ROWS = 64
 """Rows of one tile: one warpgroup's share of a wgmma."""
@@ -39,13 +40,21 @@ def _place(counts, it, capacity, PARTS: gl.constexpr):
     for part in gl.static_range(1, PARTS):
         place = gl.where(it >= end, part * capacity + it - end, place)
         end += gl.load(counts + part)
-    return place * 4
+    return place * 8
+
+
+@gluon.jit
+def _entries_at(own, at, hi, QT: gl.constexpr):
+    entries = ()
+    for e in gl.static_range(QT):
+        entries = entries + (gl.load(own + gl.minimum(at + e, hi - 1)),)  # noqa: RUF005 (no unpacking in a kernel)
+    return entries
 
 
 @gluon.jit
 def _fetch(
-    q, k_cache, v_cache, entries, items, counts, capacity, block_table, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty,
-    T, stride_bt,
+    q, k_cache, v_cache, entries, items, counts, capacity, k_smem, v_smem, q_smem,
+    kv_full, kv_empty, q_full, q_empty, T,
     S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
@@ -53,15 +62,13 @@ def _fetch(
     QT: gl.constexpr = ROWS // G
     done = 0
     turn = 0
-    for it in range(gl.program_id(0), _total(counts, PARTS), gl.num_programs(0)):
-        item = items + _place(counts, it, capacity, PARTS)
-        owner = gl.load(item)
-        n = gl.load(item + 1)
-        lo = gl.load(item + 2)
-        hi = gl.load(item + 3)
-        request = owner // HKV
-        head = owner % HKV
-        page = gl.load(block_table + request.to(gl.int64) * stride_bt + n)
+    first = gl.program_id(0)
+    step = gl.num_programs(0)
+    total = _total(counts, PARTS)
+    # everything about an item is loaded one item ahead, everything about a tile one tile ahead
+    item = items + _place(counts, gl.minimum(first, gl.maximum(total - 1, 0)), capacity, PARTS)
+    head, page, lo, hi = gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
+    for it in range(first, total, step):
         stage = turn % 2
         mbarrier.wait(kv_empty.index(stage), ((turn // 2) & 1) ^ 1)
         mbarrier.expect(kv_full.index(stage), 4 * BLOCK * D)
@@ -70,28 +77,32 @@ def _fetch(
                 k_cache, [page, head, 0, half * 64], kv_full.index(stage), k_smem.index(stage * HALVES + half)
             )
         tma.async_copy_global_to_shared(v_cache, [page, head, 0, 0], kv_full.index(stage), v_smem.index(stage))
+        item = items + _place(counts, gl.minimum(it + step, total - 1), capacity, PARTS)
+        next_head, next_page = gl.load(item), gl.load(item + 1)
+        next_lo, next_hi = gl.load(item + 2), gl.load(item + 3)
         own = entries + head.to(gl.int64) * T * S
         tiles = (hi - lo + QT - 1) // QT
+        ahead = _entries_at(own, lo, hi, QT)
         for tile in range(tiles):
-            rows = ()
-            for e in gl.static_range(QT):
-                entry = gl.load(own + gl.minimum(lo + tile * QT + e, hi - 1))
-                rows = rows + ((entry // S * HKV + head) * G,)  # noqa: RUF005 (no unpacking in a kernel)
+            now = ahead
+            ahead = _entries_at(own, lo + (tile + 1) * QT, hi, QT)
             slot = (done + tile) % SLOTS
             mbarrier.wait(q_empty.index(slot), (((done + tile) // SLOTS) & 1) ^ 1)
             mbarrier.expect(q_full.index(slot), 2 * ROWS * D)
             for e in gl.static_range(QT):
+                row = (now[e] // S * HKV + head) * G
                 for half in gl.static_range(HALVES):
                     tma.async_copy_global_to_shared(
-                        q, [rows[e], half * 64], q_full.index(slot), q_smem.index(slot * HALVES + half).slice(e * G, G, dim=0)
+                        q, [row, half * 64], q_full.index(slot), q_smem.index(slot * HALVES + half).slice(e * G, G, dim=0)
                     )
         done += tiles
         turn += 1
+        head, page, lo, hi = next_head, next_page, next_lo, next_hi
 
 
 @gluon.jit
 def _attend(
-    entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse,
+    entries, items, counts, capacity, partial_out, partial_lse,
     k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T,
     S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr, WG: gl.constexpr,
@@ -117,17 +128,14 @@ def _attend(
     o = gl.zeros([ROWS, D], gl.float32, layout=mma_o)
     done = 0
     turn = 0
-    for it in range(gl.program_id(0), _total(counts, PARTS), gl.num_programs(0)):
-        item = items + _place(counts, it, capacity, PARTS)
-        owner = gl.load(item)
-        n = gl.load(item + 1)
-        lo = gl.load(item + 2)
-        hi = gl.load(item + 3)
-        request = owner // HKV
-        head = owner % HKV
-        seq_len = gl.load(seq_lens + request)
-        # position of token t of this batch, counted from the block's first slot
-        shift = seq_len - gl.load(cu_query_lens + request + 1) - n * BLOCK
+    first = gl.program_id(0)
+    step = gl.num_programs(0)
+    count = _total(counts, PARTS)
+    item = items + _place(counts, gl.minimum(first, gl.maximum(count - 1, 0)), capacity, PARTS)
+    head, lo, hi, shift = gl.load(item), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
+    for it in range(first, count, step):
+        item = items + _place(counts, gl.minimum(it + step, count - 1), capacity, PARTS)
+        next_head, next_lo, next_hi, next_shift = gl.load(item), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
         own = entries + head.to(gl.int64) * T * S
         tiles = (hi - lo + QT - 1) // QT
         stage = turn % 2
@@ -172,21 +180,22 @@ def _attend(
         mbarrier.arrive(kv_empty.index(stage), count=1)
         done += tiles
         turn += 1
+        head, lo, hi, shift = next_head, next_lo, next_hi, next_shift
 
 
 @gluon.jit
-def _attend_0(entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
-    _attend(entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS, 0)  # fmt: skip
+def _attend_0(entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
+    _attend(entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS, 0)  # fmt: skip
 
 
 @gluon.jit
-def _attend_1(entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
-    _attend(entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS, 1)  # fmt: skip
+def _attend_1(entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
+    _attend(entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS, 1)  # fmt: skip
 
 
 @gluon.jit
-def _attend_2(entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
-    _attend(entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS, 2)  # fmt: skip
+def _attend_2(entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
+    _attend(entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS, 2)  # fmt: skip
 
 
 @gluon.jit
@@ -198,14 +207,10 @@ def _attend_kernel(
     items,
     counts,
     capacity,
-    block_table,
-    seq_lens,
-    cu_query_lens,
     partial_out,
     partial_lse,
     scale_log2,
     T,
-    stride_bt,
     S: gl.constexpr,
     HKV: gl.constexpr,
     G: gl.constexpr,
@@ -235,10 +240,10 @@ def _attend_kernel(
     if WGS == 3:
         gl.warp_specialize(
             [
-                (_attend_0, (entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
-                (_attend_1, (entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
-                (_attend_2, (entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
-                (_fetch, (q, k_cache, v_cache, entries, items, counts, capacity, block_table, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, stride_bt, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS)),
+                (_attend_0, (entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
+                (_attend_1, (entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
+                (_attend_2, (entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
+                (_fetch, (q, k_cache, v_cache, entries, items, counts, capacity, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -246,9 +251,9 @@ def _attend_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend_0, (entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
-                (_attend_1, (entries, items, counts, capacity, seq_lens, cu_query_lens, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
-                (_fetch, (q, k_cache, v_cache, entries, items, counts, capacity, block_table, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, stride_bt, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS)),
+                (_attend_0, (entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
+                (_attend_1, (entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
+                (_fetch, (q, k_cache, v_cache, entries, items, counts, capacity, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS)),
             ],
             [4, 1],
             [232, 24],
@@ -279,9 +284,6 @@ def attend_items(
     entries: torch.Tensor,
     items: torch.Tensor,
     counts: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_query_lens: torch.Tensor,
     partial_out: torch.Tensor,
     partial_lse: torch.Tensor,
     *,
@@ -309,14 +311,10 @@ def attend_items(
         items,
         counts,
         items.shape[-2],
-        block_table,
-        seq_lens,
-        cu_query_lens,
         partial_out,
         partial_lse,
         scale * math.log2(math.e),
         num_tokens,
-        block_table.stride(0),
         S=topk,
         HKV=num_kv_heads,
         G=group,
@@ -344,6 +342,9 @@ def sparse_attend(
     out: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    item: int = 128,
+    parts: int | None = None,
+    share: bool = True,
 ) -> torch.Tensor:
     return triton_kv_major.sparse_attend(
         q,
@@ -356,5 +357,8 @@ def sparse_attend(
         scale=scale,
         max_query_len=max_query_len,
         out=out,
+        item=item,
+        parts=parts,
         full_blocks=attend_items,
+        shared_blocks=attend_shared if share else None,
     )

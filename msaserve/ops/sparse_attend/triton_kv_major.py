@@ -16,7 +16,7 @@ import triton.language as tl
 
 from msaserve.ops.combine.triton import launch as launch_combine
 from msaserve.ops.ragged import slice_rows
-from msaserve.ops.remap.triton import plan
+from msaserve.ops.remap.triton import SharedBlocks, plan
 
 PARTIAL_BYTES = 2 << 30
 """Bound on the partial outputs held at once."""
@@ -32,9 +32,6 @@ def _attend_kernel(
     entries,
     items,
     counts,
-    block_table,
-    seq_lens,
-    cu_query_lens,
     partial_out,
     partial_lse,
     scale_log2,
@@ -47,7 +44,6 @@ def _attend_kernel(
     stride_vp,
     stride_vt,
     stride_vh,
-    stride_bt,
     S: tl.constexpr,
     HKV: tl.constexpr,
     G: tl.constexpr,
@@ -61,20 +57,15 @@ def _attend_kernel(
     part = tl.program_id(1)
     slot = tl.program_id(0)
     if slot < tl.load(counts + part):
-        items += part.to(tl.int64) * tl.num_programs(0) * 4
-        owner = tl.load(items + slot * 4)
-        request = owner // HKV
-        head = owner % HKV
-        n = tl.load(items + slot * 4 + 1)
-        lo = tl.load(items + slot * 4 + 2)
-        hi = tl.load(items + slot * 4 + 3)
-        page = tl.load(block_table + request.to(tl.int64) * stride_bt + n).to(tl.int64)
-        seq_len = tl.load(seq_lens + request)
-        # position of token t of this batch, counted from the block's first slot
-        shift = seq_len - tl.load(cu_query_lens + request + 1) - n * BLOCK
+        item = items + (part.to(tl.int64) * tl.num_programs(0) + slot) * 8
+        head = tl.load(item)
+        page = tl.load(item + 1).to(tl.int64)
+        lo = tl.load(item + 2)
+        hi = tl.load(item + 3)
+        shift = tl.load(item + 4)
+        filled = tl.load(item + 5)
         d = tl.arange(0, DP)
         key = tl.arange(0, BLOCK)
-        filled = seq_len - n * BLOCK
         k = tl.load(
             k_cache + page * stride_kp + head * stride_kh + key[None, :] * stride_kt + d[:, None],
             mask=(d < D)[:, None],
@@ -116,6 +107,20 @@ def _attend_kernel(
             tl.store(partial_lse + pair * G + g, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
 
 
+class SharedAttend(Protocol):
+    """What attends with the blocks that neighbours share, as gluon_shared.attend_shared."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        shared: SharedBlocks,
+        *args: torch.Tensor,
+        scale: float,
+    ) -> None: ...
+
+
 class FullBlocks(Protocol):
     """What attends with blocks full of tokens: `attend_items` or another kernel with its arguments."""
 
@@ -129,9 +134,6 @@ def attend_items(
     entries: torch.Tensor,
     items: torch.Tensor,
     counts: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_query_lens: torch.Tensor,
     partial_out: torch.Tensor,
     partial_lse: torch.Tensor,
     *,
@@ -150,9 +152,6 @@ def attend_items(
         entries,
         items,
         counts,
-        block_table,
-        seq_lens,
-        cu_query_lens,
         partial_out,
         partial_lse,
         scale * math.log2(math.e),
@@ -165,7 +164,6 @@ def attend_items(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
-        block_table.stride(0),
         S=topk,
         HKV=num_kv_heads,
         G=group,
@@ -202,7 +200,9 @@ def sparse_attend(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     item: int = 128,
+    parts: int | None = None,
     full_blocks: FullBlocks | None = None,
+    shared_blocks: SharedAttend | None = None,
 ) -> torch.Tensor:
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, _, topk = block_ids.shape
@@ -224,22 +224,28 @@ def sparse_attend(
         if end - first < num_tokens:
             lens, cu = slice_rows(seq_lens, cu_query_lens, first, end)
         ids = block_ids[:, first:end]
-        parts = parts_of(end - first, topk, max_blocks, batch, group * dim * q.element_size())
+        if parts is None:
+            parts = parts_of(end - first, topk, max_blocks, batch, group * dim * q.element_size())
         work = plan(
             ids,
+            block_table,
             lens,
             cu,
-            max_blocks=max_blocks,
             block_size=block_size,
             item=item,
             align=max(1, 64 // group),
             parts=parts,
+            tile=256 // group if shared_blocks is not None else 0,
         )
         some_out, some_lse = partial_out[: end - first], partial_lse[: end - first]
-        tables = (block_table, lens, cu, some_out, some_lse)
         attend_full = attend_items if full_blocks is None else full_blocks
-        attend_full(q[first:end], k_cache, v_cache, work.entries, work.items, work.counts, *tables, scale=scale)
-        attend_items(q[first:end], k_cache, v_cache, work.entries, work.tail_items, work.counts[parts:], *tables, scale=scale)
+        attend_full(q[first:end], k_cache, v_cache, work.entries, work.items, work.counts, some_out, some_lse, scale=scale)
+        attend_items(q[first:end], k_cache, v_cache, work.entries, work.tail_items, work.counts[parts:], some_out, some_lse, scale=scale)
+        if shared_blocks is not None:
+            assert work.shared is not None
+            tables = (block_table, lens, cu, some_out, some_lse)
+            shared_blocks(q[first:end], k_cache, v_cache, work.shared, *tables, scale=scale)
+            ids = work.shared.part_ids
         launch_combine(
             some_out, some_lse, out[first:end], None, ids, lens, cu, max_blocks=max_blocks, block_size=block_size
         )

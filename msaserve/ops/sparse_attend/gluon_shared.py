@@ -1,0 +1,305 @@
+"""Attention with the blocks that neighbouring queries share, on Hopper: no partial output for each block.
+
+A tile is 256 rows: neighbouring queries times the group. A fetching warp brings the tile's queries and, block after
+block, K and V; two warpgroups keep two running softmaxes of 64 rows each in registers. A block that none of 64 rows
+chose costs them nothing, one that only some chose is masked for the others. Each query's result leaves once, as the
+partial output of the first of its shared places (`remap.triton.SharedBlocks`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from msaserve.ops.remap.triton import SharedBlocks
+
+ROWS = 64
+"""Rows of one running softmax; a tile has four."""
+
+
+@gluon.jit
+def _fetch(
+    q, k_cache, v_cache, block_table, tiles, blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty,
+    num_tiles, total, stride_bt,
+    G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr,
+):  # fmt: skip
+    HALVES: gl.constexpr = D // 64
+    done = 0
+    turn = 0
+    for it in range(gl.program_id(0), total, gl.num_programs(0)):
+        count = gl.load(tiles + it * 4 + 3)
+        if count > 0:
+            head = it // num_tiles
+            pages = block_table + gl.load(tiles + it * 4).to(gl.int64) * stride_bt
+            token = gl.load(tiles + it * 4 + 1)
+            mbarrier.wait(q_empty, (turn & 1) ^ 1)
+            mbarrier.expect(q_full, 8 * ROWS * D)
+            for part in gl.static_range(4):
+                for half in gl.static_range(HALVES):
+                    tma.async_copy_global_to_shared(
+                        q, [token + part * (ROWS // G), head * G, half * 64], q_full, q_smem.index(part * HALVES + half)
+                    )
+            own = blocks + it.to(gl.int64) * (CAPACITY * 2)
+            page = gl.load(pages + gl.load(own))
+            for i in range(count):
+                stage = (done + i) % 2
+                mbarrier.wait(kv_empty.index(stage), (((done + i) // 2) & 1) ^ 1)
+                mbarrier.expect(kv_full.index(stage), 4 * BLOCK * D)
+                for half in gl.static_range(HALVES):
+                    tma.async_copy_global_to_shared(
+                        k_cache, [page, head, 0, half * 64], kv_full.index(stage), k_smem.index(stage * HALVES + half)
+                    )
+                tma.async_copy_global_to_shared(v_cache, [page, head, 0, 0], kv_full.index(stage), v_smem.index(stage))
+                page = gl.load(pages + gl.load(own + gl.minimum(i + 1, count - 1) * 2))
+            done += count
+            turn += 1
+
+
+@gluon.jit
+def _step(
+    q_smem, k_smem, v_smem, stage, bits, first, o, top, total, scale_log2,
+    PART: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """One block for 64 rows. `first`: position of their first query, counted from the block's first slot."""
+    HALVES: gl.constexpr = D // 64
+    mma_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
+    mma_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma_o, k_width=2)
+    s = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma_s)
+    for half in gl.static_range(HALVES):
+        s = warpgroup_mma(
+            q_smem.index(PART * HALVES + half).reshape([ROWS, 64]),
+            k_smem.index(stage * HALVES + half).reshape([BLOCK, 64]).permute((1, 0)),
+            s,
+            use_acc=half > 0,
+            is_async=True,
+        )
+    s = warpgroup_mma_wait(0, deps=(s,))
+    if (bits != (1 << (ROWS // G)) - 1) | (first < BLOCK - 1):
+        query = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_s)) // G
+        key = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma_s))
+        last = gl.where(((bits >> query) & 1) != 0, first + query, -1)
+        s = gl.where(key[None, :] <= last[:, None], s, float("-inf"))
+    new_top = gl.maximum(top, gl.max(s, 1) * scale_log2)
+    floor = gl.where(new_top == float("-inf"), 0.0, new_top)
+    p = gl.exp2(s * scale_log2 - floor[:, None])
+    fade = gl.exp2(top - floor)
+    total = total * fade + gl.sum(p, 1)
+    o = o * gl.convert_layout(fade, gl.SliceLayout(1, mma_o))[:, None]
+    o = warpgroup_mma(
+        gl.convert_layout(p.to(q_smem.dtype), weights), v_smem.index(stage).reshape([BLOCK, D]), o, is_async=True
+    )
+    o = warpgroup_mma_wait(0, deps=(o,))
+    return o, new_top, total
+
+
+@gluon.jit
+def _store(
+    o, top, total, places, partial_out, partial_lse, head, token, end, T,
+    S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    mma_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
+    mma_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    out_layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]] if D == 128 else [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[ROWS, D],
+    )  # fmt: skip
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_s))
+    t = token + row // G
+    place = gl.load(places + head.to(gl.int64) * T + t, mask=t < end, other=-1)
+    pair = t.to(gl.int64) * (HKV * S) + head * S + place
+    gl.store(partial_lse + pair * G + row % G, (top + gl.log2(total)) * 0.6931471805599453, mask=place >= 0)
+    scaled = o * gl.convert_layout(1.0 / gl.where(total > 0, total, 1.0), gl.SliceLayout(1, mma_o))[:, None]
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, out_layout))
+    t = token + row // G
+    place = gl.load(places + head.to(gl.int64) * T + t, mask=t < end, other=-1)
+    pair = t.to(gl.int64) * (HKV * S) + head * S + place
+    gl.store(
+        partial_out + (pair * G + row % G)[:, None] * D + column[None, :],
+        gl.convert_layout(scaled.to(partial_out.dtype.element_ty), out_layout),
+        mask=(place >= 0)[:, None],
+    )
+
+
+@gluon.jit
+def _attend(
+    seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse,
+    k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T,
+    S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    ROWS: gl.constexpr, CAPACITY: gl.constexpr, WG: gl.constexpr,
+):  # fmt: skip
+    QT: gl.constexpr = ROWS // G
+    mma_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
+    mma_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    FULL: gl.constexpr = (1 << QT) - 1
+    done = 0
+    turn = 0
+    for it in range(gl.program_id(0), total, gl.num_programs(0)):
+        count = gl.load(tiles + it * 4 + 3)
+        if count > 0:
+            request = gl.load(tiles + it * 4)
+            token = gl.load(tiles + it * 4 + 1)
+            end = gl.load(tiles + it * 4 + 2)
+            head = it // num_tiles
+            position = gl.load(seq_lens + request) - gl.load(cu_query_lens + request + 1) + token
+            top_a = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, mma_s))
+            top_b = top_a
+            total_a = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, mma_s))
+            total_b = total_a
+            o_a = gl.zeros([ROWS, D], gl.float32, layout=mma_o)
+            o_b = gl.zeros([ROWS, D], gl.float32, layout=mma_o)
+            own = blocks + it.to(gl.int64) * (CAPACITY * 2)
+            mbarrier.wait(q_full, turn & 1)
+            n = gl.load(own)
+            queries = gl.load(own + 1)
+            for i in range(count):
+                ahead = own + gl.minimum(i + 1, count - 1) * 2
+                next_n = gl.load(ahead)
+                next_queries = gl.load(ahead + 1)
+                stage = (done + i) % 2
+                first = position - n * BLOCK
+                bits_a = (queries >> (2 * WG * QT)) & FULL
+                bits_b = (queries >> ((2 * WG + 1) * QT)) & FULL
+                mbarrier.wait(kv_full.index(stage), ((done + i) // 2) & 1)
+                if bits_a != 0:
+                    o_a, top_a, total_a = _step(
+                        q_smem, k_smem, v_smem, stage, bits_a, first + 2 * WG * QT, o_a, top_a, total_a, scale_log2,
+                        2 * WG, G, D, BLOCK, ROWS,
+                    )  # fmt: skip
+                if bits_b != 0:
+                    o_b, top_b, total_b = _step(
+                        q_smem, k_smem, v_smem, stage, bits_b, first + (2 * WG + 1) * QT, o_b, top_b, total_b, scale_log2,
+                        2 * WG + 1, G, D, BLOCK, ROWS,
+                    )  # fmt: skip
+                mbarrier.arrive(kv_empty.index(stage), count=1)
+                n = next_n
+                queries = next_queries
+            mbarrier.arrive(q_empty, count=1)
+            _store(o_a, top_a, total_a, places, partial_out, partial_lse, head, token + 2 * WG * QT, end, T, S, HKV, G, D, BLOCK, ROWS)  # fmt: skip
+            _store(o_b, top_b, total_b, places, partial_out, partial_lse, head, token + (2 * WG + 1) * QT, end, T, S, HKV, G, D, BLOCK, ROWS)  # fmt: skip
+            done += count
+            turn += 1
+
+
+@gluon.jit
+def _attend_0(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr):  # fmt: skip
+    _attend(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, 0)  # fmt: skip
+
+
+@gluon.jit
+def _attend_1(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr):  # fmt: skip
+    _attend(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, 1)  # fmt: skip
+
+
+@gluon.jit
+def _shared_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    cu_query_lens,
+    tiles,
+    blocks,
+    places,
+    partial_out,
+    partial_lse,
+    scale_log2,
+    num_tiles,
+    total,
+    T,
+    stride_bt,
+    S: gl.constexpr,
+    HKV: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK: gl.constexpr,
+    ROWS: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    HALVES: gl.constexpr = D // 64
+    element: gl.constexpr = partial_out.dtype.element_ty
+    k_smem = gl.allocate_shared_memory(element, [2 * HALVES, 1, 1, BLOCK, 64], k_cache.layout)
+    v_smem = gl.allocate_shared_memory(element, [2, 1, 1, BLOCK, D], v_cache.layout)
+    q_smem = gl.allocate_shared_memory(element, [4 * HALVES, ROWS // G, G, 64], q.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = q_bars.index(0)
+    q_empty = q_bars.index(1)
+    for i in gl.static_range(2):
+        mbarrier.init(kv_full.index(i), count=1)
+        mbarrier.init(kv_empty.index(i), count=2)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=2)
+    gl.warp_specialize(
+        [
+            (_attend_0, (seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY)),
+            (_attend_1, (seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY)),
+            (_fetch, (q, k_cache, v_cache, block_table, tiles, blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, num_tiles, total, stride_bt, G, D, BLOCK, ROWS, CAPACITY)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+def attend_shared(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    shared: SharedBlocks,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    *,
+    scale: float,
+) -> None:
+    """Partial outputs of what tiles of 256 / G queries share. What `gluon_kv_major.why_not` asks for is met."""
+    num_tokens, num_kv_heads, topk, group, dim = partial_out.shape
+    block_size = k_cache.shape[1]
+    element = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    boxes = [ROWS // group, group, 64], [1, 1, block_size, 64], [1, 1, block_size, dim]
+    views = q, k_cache.permute(0, 2, 1, 3), v_cache.permute(0, 2, 1, 3)
+    descriptors = [
+        TensorDescriptor.from_tensor(view, box, gl.NVMMASharedLayout.get_default_for(box, element))
+        for view, box in zip(views, boxes, strict=True)
+    ]
+    num_tiles, capacity = shared.blocks.shape[1:3]
+    total = num_kv_heads * num_tiles
+    workers = torch.cuda.get_device_properties(q.device).multi_processor_count
+    _shared_kernel[(min(total, workers),)](
+        *descriptors,
+        block_table,
+        seq_lens,
+        cu_query_lens,
+        shared.tiles,
+        shared.blocks,
+        shared.places,
+        partial_out,
+        partial_lse,
+        scale * math.log2(math.e),
+        num_tiles,
+        total,
+        num_tokens,
+        block_table.stride(0),
+        S=topk,
+        HKV=num_kv_heads,
+        G=group,
+        D=dim,
+        BLOCK=block_size,
+        ROWS=ROWS,
+        CAPACITY=capacity,
+        num_warps=4,
+    )
