@@ -200,14 +200,15 @@ class GrpcClient:
             return None
 
         def build() -> bytes:
-            batches = items_to_proto(
+            message = convert.request_to_proto(replace(request, sampling=replace(request.sampling, stop=())))
+            items_to_proto(
+                message,
                 request.media,
                 token_ids={"image": worker.info.image_token_id, "video": worker.info.video_token_id},
                 dtype=worker.encoder_dtype,
                 store=store,
             )
-            sampling = replace(request.sampling, stop=())
-            data: bytes = convert.request_to_proto(replace(request, sampling=sampling), batches).SerializeToString()
+            data: bytes = message.SerializeToString()
             return data
 
         if not request.media and len(request.prompt_token_ids) <= _THREAD_TOKENS:

@@ -120,8 +120,8 @@ def request_from_proto(
     )
 
 
-def request_to_proto(request: GenerateRequest, batches: Sequence[Any] = ()) -> Any:
-    """The message of a request that streams. batches: its media, of `items_to_proto`.
+def request_to_proto(request: GenerateRequest) -> Any:
+    """The message of a request that streams, without its media (`items_to_proto` adds them).
 
     Raises:
         InvalidRequestError: a value that no field can hold.
@@ -132,8 +132,6 @@ def request_to_proto(request: GenerateRequest, batches: Sequence[Any] = ()) -> A
             tokenized=pb.TokenizedInput(input_ids=request.prompt_token_ids),
             sampling_params=sampling_to_proto(request.sampling),
             stream=True,
-            mm_inputs=batches[0] if batches else None,
-            extra_mm_inputs=batches[1:],
         )
 
 

@@ -7,7 +7,7 @@ for each item the span of the prompt that stands for it, markers and timestamps 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -44,21 +44,27 @@ def items_from_proto(batches: Iterable[Any], normalize: Normalize) -> tuple[Medi
 
 
 def items_to_proto(
-    items: Sequence[MediaItem], *, token_ids: dict[Modality, int | None], dtype: str, store: Store | None = None
-) -> list[Any]:
-    """One MultimodalInputs for each modality that occurs, pictures first.
+    message: Any,
+    items: Sequence[MediaItem],
+    *,
+    token_ids: Mapping[Modality, int | None],
+    dtype: str,
+    store: Store | None = None,
+) -> None:
+    """Put items into a GenerateRequest: one MultimodalInputs for each modality that occurs.
 
-    token_ids: the model's image and video token. dtype: of the patches on the wire, "float32" or "bfloat16".
+    token_ids: the model's token of each modality, in the order in which they are sent. dtype: of normalised patches on
+    the wire, "float32" or "bfloat16"; pixels stay uint8.
 
     Raises:
-        InvalidRequestError: a clip's rows are not the ones `items_from_proto` makes of it.
+        InvalidRequestError: a clip's rows are not the ones `items_from_proto` makes of it, or one item of a modality
+            is normalised and another is not.
     """
-    batches = []
     for modality, token_id in token_ids.items():
         batch = [item for item in items if item.modality == modality]
         if batch:
-            batches.append(_batch_to_proto(modality, batch, token_id, dtype, store))
-    return batches
+            into = message.extra_mm_inputs.add() if message.HasField("mm_inputs") else message.mm_inputs
+            _batch_to_proto(into, modality, batch, token_id, dtype, store)
 
 
 def shm_names(batches: Iterable[Any]) -> set[str]:
@@ -113,25 +119,26 @@ def _batch_from_proto(batch: Any, normalize: Normalize) -> list[MediaItem]:
 
 
 def _batch_to_proto(
-    modality: Modality, items: Sequence[MediaItem], token_id: int | None, dtype: str, store: Store | None
-) -> Any:
+    batch: Any, modality: Modality, items: Sequence[MediaItem], token_id: int | None, dtype: str, store: Store | None
+) -> None:
     grids = [_whole_grid(item) for item in items]
+    kinds = {item.patches.dtype.name for item in items}
+    if len(kinds) > 1:
+        raise InvalidRequestError(f"patches of one request must have one dtype, not {sorted(kinds)}", param="media")
     patches = items[0].patches if len(items) == 1 else np.concatenate([item.patches for item in items])
     grid_key, sizes_key = f"{modality}_grid_thw", f"patches_per_{modality}"
-    return pb.MultimodalInputs(
-        pixel_values=encode(patches, dtype=dtype, store=store),
-        model_specific_tensors={
-            grid_key: encode(np.asarray(grids, np.int64)),
-            sizes_key: encode(np.asarray([math.prod(grid) for grid in grids], np.int64)),
-        },
-        im_token_id=token_id,
-        mm_placeholders=[pb.PlaceholderRange(offset=item.offset, length=item.length) for item in items],
-        mm_hashes=[item.content_hash.hex() for item in items],
-        batched_keys=[grid_key, sizes_key],
-        flat_keys={"pixel_values": sizes_key},
-        keep_on_cpu_keys=["image_grid_thw", "video_grid_thw"],
-        modality=_WIRE_MODALITIES[modality],
-    )
+    tensors = batch.model_specific_tensors
+    encode(patches, dtype="uint8" if "uint8" in kinds else dtype, store=store, into=batch.pixel_values)
+    encode(np.asarray(grids, np.int64), into=tensors[grid_key])
+    encode(np.asarray([math.prod(grid) for grid in grids], np.int64), into=tensors[sizes_key])
+    if token_id is not None:
+        batch.im_token_id = token_id
+    batch.mm_placeholders.extend(pb.PlaceholderRange(offset=item.offset, length=item.length) for item in items)
+    batch.mm_hashes.extend(item.content_hash.hex() for item in items)
+    batch.batched_keys.extend((grid_key, sizes_key))
+    batch.flat_keys["pixel_values"] = sizes_key
+    batch.keep_on_cpu_keys.extend(("image_grid_thw", "video_grid_thw"))
+    batch.modality = _WIRE_MODALITIES[modality]
 
 
 def _grids(batch: Any, modality: Modality, count: int) -> list[tuple[int, int, int]]:

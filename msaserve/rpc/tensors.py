@@ -50,11 +50,17 @@ def decode(tensor: Any, *, name: str) -> np.ndarray:
     return from_bfloat16(array) if tensor.dtype == "bfloat16" else array
 
 
-def encode(array: np.ndarray, *, dtype: str | None = None, store: Store | None = None) -> Any:
-    """An array as a TensorData. dtype: "bfloat16" for float32 that is to be rounded to it; None: the array's own."""
+def encode(array: np.ndarray, *, dtype: str | None = None, store: Store | None = None, into: Any = None) -> Any:
+    """An array as a TensorData.
+
+    dtype: "bfloat16" for float32 that is to be rounded to it; None: the array's own. into: the message to fill, which
+    spares the copy that putting one message into another makes; None: a new one.
+    """
     dtype = dtype or array.dtype.name
     wire = to_bfloat16(array) if dtype == "bfloat16" else np.ascontiguousarray(array, _DTYPES[dtype])
-    tensor = pb.TensorData(shape=array.shape, dtype=dtype)
+    tensor = pb.TensorData() if into is None else into
+    tensor.shape.extend(array.shape)
+    tensor.dtype = dtype
     handle = None if store is None else store(wire)
     if handle is None:
         tensor.inline = wire.tobytes()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -40,8 +41,10 @@ def item(modality: Modality, grid: tuple[int, int, int], offset: int, seed: int 
 
 
 def sent(items: list[MediaItem], **options: Any) -> list[Any]:
-    batches = items_to_proto(items, token_ids=TOKENS, **{"dtype": "float32", **options})
-    return [pb.MultimodalInputs.FromString(batch.SerializeToString()) for batch in batches]
+    message = pb.GenerateRequest()
+    items_to_proto(message, items, token_ids=TOKENS, **{"dtype": "float32", **options})
+    message = pb.GenerateRequest.FromString(message.SerializeToString())
+    return [message.mm_inputs, *message.extra_mm_inputs]
 
 
 def assert_same(found: MediaItem, known: MediaItem) -> None:
@@ -127,6 +130,10 @@ def test_pixels_are_normalised_as_the_gateway_would() -> None:
     (batch,) = sent([item("image", (1, 8, 8), 0)])
     batch.pixel_values.CopyFrom(encode(patches))
     (found,) = items_from_proto([batch], pixels.normalize)
+    raw = msgspec.structs.replace(item("image", (1, 8, 8), 0), patches=patches)
+    assert sent([raw])[0].pixel_values == batch.pixel_values
+    with pytest.raises(InvalidRequestError, match="one dtype"):
+        sent([raw, item("image", (1, 2, 2), 50)])
     assert np.array_equal(found.patches, pixels.normalize(patches))
     batch.pixel_values.CopyFrom(encode(patches.astype(np.float16)))
     (found,) = items_from_proto([batch], pixels.normalize)

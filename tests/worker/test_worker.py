@@ -38,7 +38,6 @@ from msaserve.pixels import normalize
 from msaserve.rpc import shm
 from msaserve.rpc.media import items_to_proto, segment_rows
 from msaserve.rpc.protocol import SERVICE
-from msaserve.rpc.tensors import encode
 from msaserve.types import MediaItem
 from msaserve.worker.in_process import InProcessClient
 
@@ -147,9 +146,10 @@ async def test_pixels_are_normalised_on_the_worker() -> None:
             request_id="p",
             tokenized={"input_ids": prompt},
             sampling_params={"temperature": 0, "max_tokens": 6, "ignore_eos": True},
-            mm_inputs=items_to_proto([image], token_ids={"image": IMAGE}, dtype="float32")[0],
         )
-        generate.mm_inputs.pixel_values.CopyFrom(encode(patches))
+        raw = msgspec.structs.replace(image, patches=patches)
+        items_to_proto(generate, [raw], token_ids={"image": IMAGE}, dtype="float32")
+        assert generate.mm_inputs.pixel_values.dtype == "uint8"
         (answer,) = [response async for response in worker.stub.Generate(generate)]
         known = await read(
             worker.client,
