@@ -1,0 +1,250 @@
+"""The real smg (a gateway in Rust that speaks the same protocol) in front of the worker. Skipped where it is not."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib.util
+import io
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import pytest_asyncio
+from worker_driver import IMAGE, VIDEO, Worker, new_engine, running_worker
+
+import msaserve.worker.servicer as servicer
+from msaserve.rpc.media import segment_rows
+from msaserve.types import GenerateRequest
+
+SMG = Path(sys.executable).with_name("smg")
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("smg") is None or not SMG.exists(), reason="smg is not installed"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+needs_ffmpeg = pytest.mark.skipif(
+    not (shutil.which("ffmpeg") and shutil.which("ffprobe")), reason="smg decodes video with the ffmpeg programs"
+)
+
+
+@dataclass
+class Front:
+    worker: Worker
+    http: httpx.AsyncClient
+    seen: list[GenerateRequest]
+
+    async def chat(self, content: Any, **fields: Any) -> httpx.Response:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8}
+        return await self.http.post("/v1/chat/completions", json={**body, "ignore_eos": True, **fields})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+    return port
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front]:
+    """smg learns tokenizer, template and processor from the worker alone."""
+    seen: list[GenerateRequest] = []
+    read = servicer.convert.request_from_proto
+
+    def record(*args: Any, **options: Any) -> GenerateRequest:
+        seen.append(read(*args, **options))
+        return seen[-1]
+
+    model_info = servicer.Servicer.GetModelInfo
+
+    async def elsewhere(self: servicer.Servicer, request: Any, context: Any) -> Any:
+        info = await model_info(self, request, context)
+        info.model_path = info.tokenizer_path = "/of/another/machine"
+        return info
+
+    log = tmp_path_factory.mktemp("smg") / "log"
+    port = free_port()
+    with pytest.MonkeyPatch.context() as patch, log.open("wb") as output:
+        patch.setattr(servicer.convert, "request_from_proto", record)
+        patch.setattr(servicer.Servicer, "GetModelInfo", elsewhere)
+        async with running_worker(new_engine(max_num_batched_tokens=1024)) as worker:
+            process = subprocess.Popen(
+                [
+                    str(SMG),
+                    "launch",
+                    *("--host", "127.0.0.1", "--port", str(port)),
+                    *("--worker-urls", f"grpc://127.0.0.1:{worker.port}", "--policy", "round_robin"),
+                    *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
+                    *("--worker-startup-check-interval", "1", "--load-monitor-interval", "1"),
+                    *("--multimodal-tensor-transport", "auto"),
+                ],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
+                    await _until_ready(http, log)
+                    yield Front(worker, http, seen)
+            finally:
+                process.kill()  # asked politely it waits for minutes
+                process.wait()
+
+
+async def _until_ready(http: httpx.AsyncClient, log: Path) -> None:
+    for _ in range(300):
+        try:
+            if (await http.get("/readiness")).status_code == 200 and (await http.get("/v1/models")).json()["data"]:
+                return
+        except httpx.TransportError:
+            pass
+        await asyncio.sleep(0.1)
+    raise AssertionError(log.read_text(encoding="utf-8", errors="replace")[-3000:])
+
+
+def picture(height: int, width: int, seed: int = 0) -> dict[str, Any]:
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return {"type": "image_url", "image_url": {"url": _data_url("image/png", file.getvalue())}}
+
+
+def clip(seconds: float) -> dict[str, Any]:
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 160, 120, "yuv420p"
+        stream.time_base = Fraction(1, 10)
+        for i in range(round(seconds * 10)):
+            frame = av.VideoFrame.from_ndarray(np.full((120, 160, 3), 3 * i % 256, np.uint8), "rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return {"type": "video_url", "video_url": {"url": _data_url("video/mp4", file.getvalue())}}
+
+
+def _data_url(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+async def events(front: Front, **fields: Any) -> list[dict[str, Any]]:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "stream": True}
+    async with front.http.stream("POST", "/v1/chat/completions", json={**body, "ignore_eos": True, **fields}) as answer:
+        assert answer.status_code == 200
+        lines = [line async for line in answer.aiter_lines() if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_text_whole_and_streamed(front: Front) -> None:
+    answer = (await front.chat("Hello", max_tokens=20)).json()
+    streamed = await events(front, max_tokens=20, stream_options={"include_usage": True})
+    whole = answer["choices"][0]["message"]["content"]
+    assert whole == "".join(c["delta"].get("content") or "" for e in streamed for c in e["choices"])
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == streamed[-1]["usage"]["completion_tokens"] == 20
+    assert streamed[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
+    assert front.seen[-1].sampling.temperature == 0
+
+
+async def test_choices_logprobs_and_stop_strings(front: Front) -> None:
+    answer = (await front.chat("Hello", n=2, seed=5, temperature=1, logprobs=True, top_logprobs=2)).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    for choice in answer["choices"]:
+        assert len(choice["logprobs"]["content"]) == 8
+        assert all(len(position["top_logprobs"]) >= 2 for position in choice["logprobs"]["content"])
+    whole = (await front.chat("Hello", max_tokens=20)).json()["choices"][0]["message"]["content"]
+    stop = whole[10:13]
+    cut = (await front.chat("Hello", max_tokens=20, stop=[stop])).json()["choices"][0]
+    assert cut["message"]["content"] == whole[: whole.index(stop)]
+    assert (cut["finish_reason"], cut["matched_stop"]) == ("stop", stop)
+
+
+async def test_pictures(front: Front) -> None:
+    answer = await front.chat([text("one"), picture(448, 448)])
+    assert answer.status_code == 200, answer.text
+    (item,) = front.seen[-1].media
+    assert (item.grid_thw, item.length) == (((1, 32, 32),), 258)
+    ids = front.seen[-1].prompt_token_ids
+    assert ids[item.offset : item.offset + item.length].count(IMAGE) == 256
+    assert answer.json()["usage"]["prompt_tokens"] == len(ids)
+    assert item.patches.shape == (1024, 1176)
+    assert -2 < float(item.patches.min()) < 0 < float(item.patches.max()) < 3  # normalised here
+    answer = await front.chat([picture(112, 140), text("and"), picture(200, 120, 1)])
+    assert answer.status_code == 200, answer.text
+    first, second = front.seen[-1].media
+    assert (first.grid_thw, second.grid_thw) == (((1, 8, 10),), ((1, 14, 8),))
+    assert first.offset + first.length <= second.offset
+
+
+@needs_ffmpeg
+async def test_a_clip_and_a_clip_with_a_picture(front: Front) -> None:
+    answer = await front.chat([clip(9.0), text("what")])
+    assert answer.status_code == 200, answer.text
+    (item,) = front.seen[-1].media
+    t = sum(row[0] for row in item.grid_thw)
+    assert item.modality == "video"
+    assert t == 5  # frames at 0, 1, … 8 s and the last
+    assert item.grid_thw == segment_rows((t, *item.grid_thw[0][1:]))
+    ids = front.seen[-1].prompt_token_ids
+    assert ids[item.offset : item.offset + item.length].count(VIDEO) == sum(a * b * c for a, b, c in item.grid_thw) // 4
+    answer = await front.chat([clip(2.0), picture(112, 112)])
+    assert answer.status_code == 200, answer.text
+    assert {item.modality for item in front.seen[-1].media} == {"image", "video"}
+
+
+async def test_tools(front: Front) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    assert (await front.chat("call f", tools=tools)).status_code == 200
+    forced = await front.chat("call f", tools=tools, tool_choice="required")
+    assert forced.status_code == 400
+    assert "json_schema" in forced.json()["error"]["message"]
+
+
+async def test_refusals(front: Front) -> None:
+    answer = await front.chat("Hello", max_tokens=5000)
+    assert answer.status_code == 400, answer.text
+    assert "4096" in answer.text
+
+
+async def test_clients_that_go_away(front: Front) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3500, "ignore_eos": True}
+    before = front.worker.engine.load().num_output_tokens
+    async with front.http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
+        async for _ in answer.aiter_lines():
+            break
+    await front.worker.until_empty()
+    with pytest.raises(httpx.ReadTimeout):
+        await front.http.post("/v1/chat/completions", json=body, timeout=0.5)
+    await front.worker.until_empty()
+    assert front.worker.engine.load().num_output_tokens - before < 3000
+
+
+async def test_the_load_it_polls(front: Front) -> None:
+    for _ in range(100):
+        (worker,) = (await front.http.get("/workers")).json()["workers"]
+        if "engine_load" in worker:
+            break
+        await asyncio.sleep(0.1)
+    assert worker["runtime_type"] == "vllm"
+    assert worker["labels"]["mm_device_do_normalize"] == "true"
+    assert worker["engine_load"]["loads"][0]["max_running_requests"] == 64
+    flushed = await front.http.post("/flush_cache")
+    assert flushed.json()["status"] == "success", flushed.text
+    assert front.worker.engine.load().num_cached_pages == 0
