@@ -12,7 +12,7 @@ serve: install
 	$(BIN)/msaserve serve $(CHECKPOINT) --host $(HOST) --port $(PORT)
 
 test: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 check: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
