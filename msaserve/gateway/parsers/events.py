@@ -67,7 +67,7 @@ def merge(events: Iterable[Event]) -> list[Event]:
     for event in events:
         last = merged[-1] if merged else None
         if isinstance(event, (ContentDelta, ReasoningDelta, ArgumentsDelta)):
-            if type(event) is type(last) and getattr(event, "index", None) == getattr(last, "index", None):
+            if type(event) is type(last):
                 pieces.append(event.text)
                 continue
             _close(merged, pieces)

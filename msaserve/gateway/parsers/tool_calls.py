@@ -94,8 +94,7 @@ class ToolCalls:
                 self._report("the output ends in a block of tool calls", "".join(self._raw) + tail)
             elif not (self._in_block and ((NS + _BLOCK_END).startswith(tail) or _BLOCK_END.startswith(tail))):
                 self._reasoning.text(tail)
-                if self._state != "outside":
-                    self._report("the output ends in a block of tool calls", tail)
+                self._report("the output ends in a tag of tool calls", tail)
         else:
             bare = "".join(self._bare)
             if call.index is not None and call.error is None and self._tag is None:
@@ -220,9 +219,6 @@ class ToolCalls:
                 self._raw.append(bare)
                 if arguments.depth:
                     arguments.close_one()
-                elif closes != arguments.key:
-                    self._complete(call)
-                    return True
         self._state = "element"
         if closes is not None and arguments.is_open(closes):
             arguments.close(closes)

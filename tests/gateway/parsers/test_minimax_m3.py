@@ -174,6 +174,9 @@ def test_any_key(key: str) -> None:
         (element("text", {"a": "1"}), {"text": {"a": "1"}}),
         ('{"path": "p", "mode": 1}', {"path": "p", "mode": 1}),
         ("do it" + element("path", "p"), {"path": "p", "$text": "do it"}),
+        ('{"a": 1}' + element("path", "p"), {"path": "p", "$text": '{"a": 1}'}),
+        ("do it" + element("$text", "p"), {"$text": "p", "$$text": "do it"}),
+        (f"{element('path', 'p')}</invoke>", {"path": "p"}),
         (f"{NS} <path>p{NS}\n</path>", {"path": "p"}),
     ],
 )
@@ -200,6 +203,7 @@ def test_headers(header: str) -> None:
         f"{NS}<tool_call>{invoke('write', {'path': 'p', 'text': 't'})}",
         f"{NS}<tool_call>{NS}<tool_call>{invoke('write', {'path': 'p', 'text': 't'})}{NS}</tool",
         f"{NS}<tool_call>{invoke('write', {'path': 'p', 'text': 't'})}</tool_call>",
+        f"{NS}<tool_call>{invoke('write', {'path': 'p', 'text': 't'})}</tool",
         # An outer closer closes what is open inside, the end of a block ends its call.
         f'{NS}<tool_call>{NS}<invoke name="write">{NS}<path>p{NS}</path>{NS}<text>t{NS}</invoke>{NS}</tool_call>',
         f'{NS}<tool_call>{NS}<invoke name="write">{element("path", "p")}{element("text", "t")}{NS}</tool_call>',
@@ -225,6 +229,7 @@ def test_an_outer_closer_closes_what_is_open_inside() -> None:
         (f'{NS}<invoke name="write">{NS}<mode>1', False, "has no end"),
         (f'{NS}<invoke name="write">{element("path", "p")}{element("path", "q")}{NS}</invoke>', True, "again"),
         (f'{NS}<invoke name="write">{NS}<path>p{NS}<q>1{NS}</q>{NS}</path>{NS}</invoke>', True, "inside the text"),
+        (f'{NS}<invoke name="write">{NS}<note>nu{NS}<q>1{NS}</q>{NS}</note>{NS}</invoke>', False, "inside the text"),
         (f'{NS}<invoke name="f">{f"{NS}<a>" * 129}{NS}</invoke>', False, "128 deep"),
     ],
 )
@@ -284,6 +289,9 @@ def test_an_output_that_ends_in_a_call() -> None:
     got = read(f'a{NS}<tool_call>\n{NS}<invoke name="write">{NS}<path>p')
     assert (got.content, got.calls, got.ended) == ("a", [["write", '{"path": "p']], [])
     assert [m.index for m in got.malformed] == [0]
+    for tail in ("]<]mini", "</path>", "</path> \n", "</pa", "</path>]<]"):
+        got = read(f'{NS}<invoke name="write">{NS}<path>p{tail}')
+        assert json.loads(got.calls[0][1] + '"}') == {"path": f"p{tail}"}
     got = read(f"<mm:think>a{NS}<tool_call>\n")
     assert (got.reasoning, got.content) == ("a", f"{NS}<tool_call>\n")
 

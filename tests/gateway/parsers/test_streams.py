@@ -184,7 +184,7 @@ def test_a_megabyte_in_single_characters() -> None:
     "filler",
     [
         *("x", " ", "<", "]", "]<]", "]<]minimax[>", NS, "</s>", "</s> ", "<mm:think>", "</mm:think>", '"'),
-        *(f"{NS}<tool_call>", f"{NS}<s>1{NS}</s>", f"{NS}<item>1{NS}</item>", f"{NS}<{'k' * 50}"),
+        *(f"{NS}<tool_call>", f"{NS}<s>1{NS}</s>", f"{NS}<item>1{NS}</item>", f"{NS}<{'k' * 50}", f"</{'k' * 398}"),
     ],
 )
 def test_little_is_held_back(filler: str) -> None:
