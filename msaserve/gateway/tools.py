@@ -124,6 +124,7 @@ def _offered(tools: Any) -> list[dict[str, Any]]:
         raise InvalidRequestError("tools must be a list", param="tools")
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", param="tools")
+    offered = []
     names = set()
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
@@ -139,7 +140,10 @@ def _offered(tools: Any) -> list[dict[str, Any]]:
                 f"{where}.function.description must be text", param=f"{where}.function.description"
             )
         _check_parameters(f"{where}.function.parameters", function.get("parameters"))
-    return tools
+        # Only what is known: the rest would be read by the model.
+        known = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
+        offered.append({"type": "function", "function": known})
+    return offered
 
 
 def _check_parameters(where: str, schema: Any) -> None:

@@ -32,6 +32,11 @@ def test_choice(choice: Any, prefix: str) -> None:
     assert (use.prefix, use.parses_calls, use.is_parallel) == (prefix, True, True)
 
 
+def test_what_of_a_tool_is_offered() -> None:
+    use = tool_use([function("f", strict=True, description=None, note="x") | {"cache": 1}], None, None)
+    assert use.offered == [function("f")]
+
+
 def test_none_offers_and_parses_nothing() -> None:
     use = tool_use(TOOLS, "none", False)
     assert (use.offered, use.parses_calls, use.is_parallel) == ([], False, False)
