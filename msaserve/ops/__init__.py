@@ -13,6 +13,7 @@ from msaserve.ops.combine import combine
 from msaserve.ops.dense_attend import dense_attend
 from msaserve.ops.index_score import index_score
 from msaserve.ops.msa import msa_attend
+from msaserve.ops.norm_rope_store import Queries, norm_rope_store
 from msaserve.ops.page_table import one_head_view, page_table
 from msaserve.ops.remap import BlockQueries, remap
 from msaserve.ops.select_blocks import select_blocks
@@ -22,10 +23,12 @@ from msaserve.ops.topk_blocks import topk_blocks
 
 __all__ = [
     "BlockQueries",
+    "Queries",
     "combine",
     "dense_attend",
     "index_score",
     "msa_attend",
+    "norm_rope_store",
     "one_head_view",
     "page_table",
     "remap",

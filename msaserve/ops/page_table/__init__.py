@@ -6,8 +6,17 @@ import torch
 
 from msaserve.ops.checks import check_int32, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
+from msaserve.ops.hopper import ask_later, on_card
 
-IMPLS = (Impl("reference", "msaserve.ops.page_table.reference:page_table", always),)
+IMPLS = (
+    Impl(
+        "triton",
+        "msaserve.ops.page_table.triton:page_table",
+        ask_later("msaserve.ops.page_table.triton:why_not"),
+        on_card,
+    ),
+    Impl("reference", "msaserve.ops.page_table.reference:page_table", always),
+)
 
 
 def page_table(

@@ -6,8 +6,29 @@ import torch
 
 from msaserve.ops.checks import check_caches, check_dtype, check_floats, check_int32, check_selection, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
+from msaserve.ops.hopper import ask_later, on_card
 
-IMPLS = (Impl("reference", "msaserve.ops.select_blocks.reference:select_blocks", always),)
+IMPLS = (
+    Impl(
+        "triton_decode",
+        "msaserve.ops.select_blocks.decode_triton:select_blocks",
+        ask_later("msaserve.ops.select_blocks.decode_triton:why_not"),
+        on_card,
+    ),
+    Impl(
+        "gluon_prefill",
+        "msaserve.ops.select_blocks.gluon_score:select_blocks",
+        ask_later("msaserve.ops.select_blocks.gluon_score:why_not"),
+        on_card,
+    ),
+    Impl(
+        "triton_prefill",
+        "msaserve.ops.select_blocks.triton_prefill:select_blocks",
+        ask_later("msaserve.ops.select_blocks.triton_prefill:why_not"),
+        on_card,
+    ),
+    Impl("reference", "msaserve.ops.select_blocks.reference:select_blocks", always),
+)
 
 
 def select_blocks(

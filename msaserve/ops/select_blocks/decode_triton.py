@@ -2,15 +2,12 @@
 
 Two launches. `score_kernel` deals every request's blocks out to many programs; a block's keys are the M side of the
 matrix instruction, index heads × query tokens the small N side. `select_kernel` picks the best blocks of one row.
-The fused decode step (ops.sparse_decode) calls `choose_blocks` where it attends and needs the first launch only.
 
 With programmatic dependent launch a kernel starts before the one ahead of it has ended and waits for its data. What
 describes the batch (block_table, seq_lens, cu_query_lens) is read before that wait: it must not be written by a
 kernel launched directly before that lets its dependents start early.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-# ruff: noqa: N803
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -18,7 +15,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
 MAX_QUERY_LEN = 8
 """Query tokens a request may bring; more are a prefill."""
@@ -28,13 +24,6 @@ SCORE_PROGRAMS = 4096
 
 DIRECT_BLOCKS = 512
 """Scores that one warp chooses from directly. Of longer rows it takes the best of each of at most as many combs."""
-
-
-RANKED = 4
-"""Blocks whose ranks one program counts."""
-
-RANK_PAIRS = 1 << 21
-"""Pairs of blocks that are compared at once to rank them all; beyond, taking the best again and again is faster."""
 
 
 @triton.jit
@@ -73,14 +62,6 @@ def take_best(key, n, S, SP: tl.constexpr):
         chosen = tl.where(place == i, first, chosen)
         key = tl.where(n == first, -0x80000000, key)
     return chosen
-
-
-@triton.jit
-def prefetch(at):
-    """Asks for the 128-byte lines at these addresses to come to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -125,11 +106,6 @@ def score_kernel(
     num_blocks = tl.where(query_len > 0, (seq_len + BLOCK - 1) // BLOCK, 0)
     offset = tl.arange(0, BLOCK)
     if PDL:
-        # While the launch before still runs, its memory idle or not, the first block starts for the L2 cache. This
-        # reads nothing yet: what that launch stores is seen.
-        if first < num_blocks:
-            line = index_k + page.to(tl.int64) * stride_kp + offset[:, None] * stride_kn
-            prefetch(line + tl.arange(0, D // 64)[None, :] * 64)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     r = tl.arange(0, R)
@@ -242,52 +218,6 @@ def select_kernel(
     tl.store(block_ids + head * stride_ih + t * stride_it + place, ids, mask=place < S)
 
 
-@triton.jit
-def rank_kernel(
-    scores,
-    seq_lens,
-    cu_query_lens,
-    block_ids,
-    num_requests,
-    local_blocks,
-    stride_sh,
-    stride_st,
-    stride_ih,
-    stride_it,
-    BP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    S: tl.constexpr,
-    SP: tl.constexpr,
-    CP: tl.constexpr,
-    MINE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The same for few rows of few blocks: programs along axis 2 count the ranks of MINE blocks each and place them."""
-    t = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    part = tl.program_id(2)
-    _, visible = locate(cu_query_lens, seq_lens, tl.program_id(0), num_requests, BP)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    num_blocks = (visible + BLOCK - 1) // BLOCK
-    first_local = num_blocks - local_blocks
-    row = scores + head.to(tl.int64) * stride_sh + t * stride_st
-    n = tl.arange(0, CP)
-    mine = part * MINE + tl.arange(0, MINE)
-    score = tl.load(row + n, mask=n < num_blocks, other=0.0)
-    my_score = tl.load(row + mine, mask=mine < num_blocks, other=0.0)
-    key = order_key(score, n, num_blocks, first_local)[None, :]
-    my_key = order_key(my_score, mine, num_blocks, first_local)[:, None]
-    is_before = (key > my_key) | ((key == my_key) & (n[None, :] < mine[:, None]))
-    rank = tl.sum(is_before.to(tl.int32), 1)
-    ids = block_ids + head * stride_ih + t * stride_it
-    tl.store(ids + rank, mine, mask=(rank < S) & (mine < num_blocks))
-    if part == 0:
-        place = tl.arange(0, SP)
-        tl.store(ids + place, tl.full((SP,), -1, tl.int32), mask=(place >= num_blocks) & (place < S))
-
-
 class Scan(NamedTuple):
     """What the scan leaves for the choice."""
 
@@ -379,9 +309,10 @@ def why_not(
     *,
     topk: int,
     max_query_len: int,
+    max_seq_len: int,
     **_: object,
 ) -> str | None:
-    """None if `select_blocks` serves these arguments, else the reason."""
+    """None if `select_blocks` serves these arguments, else the reason. Whether Triton runs is asked before."""
     if max_query_len > MAX_QUERY_LEN:
         return f"max_query_len = {max_query_len} is over {MAX_QUERY_LEN}"
     if topk > 64:
@@ -390,31 +321,18 @@ def why_not(
         return f"{index_q.shape[1]} index heads are more than 16"
     if index_q.shape[2] not in (64, 128) or index_k_cache.shape[1] not in (64, 128):
         return f"index dim {index_q.shape[2]} and block size {index_k_cache.shape[1]} must be 64 or 128"
-    if index_q.stride(-1) != 1 or seq_lens.stride(-1) != 1 or cu_query_lens.stride(-1) != 1:
-        return "index_q's last dimension, seq_lens and cu_query_lens must be contiguous"
-    return why_not_here(index_q)
-
-
-def why_not_here(q: torch.Tensor) -> str | None:
-    """None if the matrix kernels run on q's device and dtype: half precision on a card of compute capability 9."""
-    if not q.is_cuda:
-        # The interpreter multiplies bfloat16 matrices as the integers that hold their bits.
-        return "the interpreter cannot multiply bfloat16" if q.dtype == torch.bfloat16 else why_not_device(q)
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"queries are {q.dtype}, not bfloat16 or float16"
-    return why_not_device(q)
-
-
-def why_not_device(x: torch.Tensor) -> str | None:
-    """None if x is where Triton's kernels run: on a Hopper card, or in the interpreter."""
-    if not x.is_cuda:
-        return None if knobs.runtime.interpret else "not a CUDA device, and TRITON_INTERPRET is not set"
-    return None if torch.cuda.get_device_capability(x.device)[0] == 9 else "not a Hopper card"
+    if min(index_q.shape[0], block_table.numel(), max_query_len, max_seq_len) == 0:
+        return "nothing to select from"
+    if any(x.stride(-1) != 1 for x in (index_q, block_table, seq_lens, cu_query_lens)):
+        return "the last dimensions of index_q, block_table, seq_lens and cu_query_lens must be contiguous"
+    return None if index_q.dtype != torch.float64 else "scores are float32"
 
 
 def launch_options(tensor: torch.Tensor) -> dict[str, bool]:
-    """Programmatic dependent launch on a card: a kernel's start overlaps the end of the one before."""
-    return {"PDL": True, "launch_pdl": True} if tensor.is_cuda else {"PDL": False}
+    """Programmatic dependent launch where the card has it: a kernel's start overlaps the end of the one before."""
+    if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9:
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 def select_blocks(
@@ -446,19 +364,21 @@ def select_blocks(
         max_seq_len=max_seq_len,
         **tuning,
     )
-    options = {"BP": triton.next_power_of_2(num_requests), "num_warps": 1, **launch_options(index_q)}
-    where = (seq_lens, cu_query_lens, out, num_requests, local_blocks)
-    strides = (*found.scores.stride()[:2], *out.stride()[:2])
-    width = found.choice["CP"]
-    if found.choice["RP"] == 0 and num_rows * num_heads * width * width <= RANK_PAIRS:
-        mine = min(RANKED, width)
-        names = ("BLOCK", "S", "SP", "CP")
-        rank_kernel[(num_rows, num_heads, width // mine)](
-            found.scores, *where, *strides, **{name: found.choice[name] for name in names}, MINE=mine, **options
-        )
-    else:
-        combs = (found.comb_scores, found.comb_blocks)
-        select_kernel[(num_rows, num_heads)](
-            found.scores, *combs, *where, found.combs, *strides, **found.choice, **options
-        )
+    select_kernel[(num_rows, num_heads)](
+        found.scores,
+        found.comb_scores,
+        found.comb_blocks,
+        seq_lens,
+        cu_query_lens,
+        out,
+        num_requests,
+        local_blocks,
+        found.combs,
+        *found.scores.stride()[:2],
+        *out.stride()[:2],
+        BP=triton.next_power_of_2(num_requests),
+        **found.choice,
+        num_warps=1,
+        **launch_options(index_q),
+    )
     return out

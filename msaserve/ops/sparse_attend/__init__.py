@@ -14,6 +14,7 @@ from msaserve.ops.checks import (
     check_shapes,
 )
 from msaserve.ops.dispatch import Impl, always, choose
+from msaserve.ops.hopper import ask_later, on_card
 
 
 def _why_not_paged(
@@ -40,6 +41,24 @@ def _kv_major_pays(
 
 
 IMPLS = (
+    Impl(
+        "triton_decode",
+        "msaserve.ops.sparse_attend.decode_triton:sparse_attend",
+        ask_later("msaserve.ops.sparse_attend.decode_triton:why_not"),
+        on_card,
+    ),
+    Impl(
+        "gluon_kv_major",
+        "msaserve.ops.sparse_attend.gluon_kv_major:sparse_attend",
+        ask_later("msaserve.ops.sparse_attend.gluon_kv_major:why_not"),
+        on_card,
+    ),
+    Impl(
+        "triton_kv_major",
+        "msaserve.ops.sparse_attend.triton_kv_major:sparse_attend",
+        ask_later("msaserve.ops.sparse_attend.triton_kv_major:why_not"),
+        on_card,
+    ),
     Impl("reference_kv_major", "msaserve.ops.sparse_attend.reference_kv_major:sparse_attend", always, _kv_major_pays),
     Impl("reference", "msaserve.ops.sparse_attend.reference:sparse_attend", always),
     Impl("reference_paged", "msaserve.ops.sparse_attend.reference_paged:sparse_attend", _why_not_paged),

@@ -5,15 +5,13 @@ are the M side of the matrix instruction, padded to 16. With one program a row i
 partials that `merge_kernel` joins.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-from msaserve.ops.select_blocks.decode_triton import MAX_QUERY_LEN, launch_options, locate, why_not_here
+from msaserve.ops.select_blocks.decode_triton import MAX_QUERY_LEN, launch_options, locate
 
 PROGRAMS = 132
 """Programs aimed at: one on each of a Hopper card's multiprocessors."""
@@ -258,7 +256,7 @@ def why_not(
     max_query_len: int,
     **_: object,
 ) -> str | None:
-    """None if `sparse_attend` serves these arguments, else the reason."""
+    """None if `sparse_attend` serves these arguments, else the reason. Whether Triton runs is asked before."""
     if max_query_len > MAX_QUERY_LEN:
         return f"max_query_len = {max_query_len} is over {MAX_QUERY_LEN}"
     if q.shape[1] // k_cache.shape[2] > 16:
@@ -269,9 +267,9 @@ def why_not(
         return f"{block_ids.shape[2]} blocks a query are more than 64"
     if min(q.shape[0], block_ids.shape[2], block_table.numel()) == 0:
         return "nothing to attend to"
-    if q.stride(-1) != 1 or block_ids.stride(-1) != 1 or block_table.stride(-1) != 1:
-        return "the last dimensions of q, block_ids and block_table must be contiguous"
-    return why_not_here(q)
+    if any(x.stride(-1) != 1 for x in (q, block_ids, block_table, seq_lens, cu_query_lens)):
+        return "the last dimensions of q, block_ids, block_table, seq_lens and cu_query_lens must be contiguous"
+    return None if q.dtype != torch.float64 else "sums are float32"
 
 
 def sparse_attend(

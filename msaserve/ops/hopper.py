@@ -1,0 +1,69 @@
+"""Whether the Triton kernels run where a tensor lies. Imports no Triton, so that asking costs nothing without it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from msaserve.ops.dispatch import Impl
+
+
+def why_not_triton(x: torch.Tensor) -> str | None:
+    """None if plain Triton kernels run there: on a card of compute capability 8 or more, or in the interpreter."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if x.is_cuda:
+        capability = torch.cuda.get_device_capability(x.device)
+        return None if capability[0] >= 8 else f"compute capability {capability} is under 8.0"
+    if x.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+        return f"{x.device} is no CUDA device"
+    if x.dtype == torch.bfloat16:
+        return "Triton's interpreter cannot multiply bfloat16"
+    return None
+
+
+def why_not_wgmma(x: torch.Tensor) -> str | None:
+    """None if kernels of Hopper's own instructions run there."""
+    if not x.is_cuda:
+        return f"{x.device} is no CUDA device"
+    if torch.cuda.get_device_capability(x.device)[0] != 9:
+        return "not a Hopper card"
+    return why_not_triton(x)
+
+
+def on_card(x: torch.Tensor, *args: object, **kwargs: object) -> bool:
+    """`pays` of kernels that the interpreter runs too, for tests alone."""
+    return x.is_cuda
+
+
+def ask_later(target: str) -> Callable[..., str | None]:
+    """The `why_not` at "module:function", whose module is imported only where Triton runs."""
+
+    def why_not(x: torch.Tensor, *args: object, **kwargs: object) -> str | None:
+        reason = why_not_triton(x)
+        if reason is not None:
+            return reason
+        module, _, function = target.partition(":")
+        answer: str | None = getattr(import_module(module), function)(x, *args, **kwargs)
+        return answer
+
+    return why_not
+
+
+def hopper_kernel(name: str, target: str) -> Impl:
+    """An operator's kernels for Hopper cards, at "module:function", with the `why_not` of their module.
+
+    On a CPU the interpreter runs them, by name only.
+    """
+    served = ask_later(f"{target.partition(':')[0]}:why_not")
+
+    def why_not(x: torch.Tensor, *args: object, **kwargs: object) -> str | None:
+        if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] != 9:
+            return "not a Hopper card"
+        return served(x, *args, **kwargs)
+
+    return Impl(name, target, why_not, on_card)
