@@ -6,8 +6,12 @@ import torch
 
 from msaserve.ops.checks import check_dtype, check_floats, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
+from msaserve.ops.hopper import ask_later, on_card
 
-IMPLS = (Impl("reference", "msaserve.ops.combine.reference:combine", always),)
+IMPLS = (
+    Impl("triton", "msaserve.ops.combine.triton:combine", ask_later("msaserve.ops.combine.triton:why_not"), on_card),
+    Impl("reference", "msaserve.ops.combine.reference:combine", always),
+)
 
 
 def combine(

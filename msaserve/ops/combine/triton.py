@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from msaserve.ops.hopper import why_not_triton
 from msaserve.ops.triton_ragged import request_of
 
 
@@ -147,3 +148,15 @@ def combine(
     if out.numel():
         launch(partial_out.contiguous(), partial_lse.contiguous(), out, lse)
     return out, lse
+
+
+def why_not(partial_out: torch.Tensor, partial_lse: torch.Tensor, *, out: torch.Tensor | None = None) -> str | None:
+    """None if the kernel can serve these arguments of `combine`, else the reason."""
+    reason = why_not_triton(partial_lse)
+    if reason is not None:
+        return reason
+    if partial_out.dtype == torch.float64 or partial_lse.dtype != torch.float32:
+        return "partial_out must not be float64, partial_lse must be float32"
+    if out is not None and out.stride(2) != 1:
+        return "out's last dimension must be contiguous"
+    return None

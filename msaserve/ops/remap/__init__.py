@@ -8,8 +8,12 @@ import torch
 
 from msaserve.ops.checks import check_int32, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
+from msaserve.ops.hopper import ask_later, on_card
 
-IMPLS = (Impl("reference", "msaserve.ops.remap.reference:remap", always),)
+IMPLS = (
+    Impl("triton", "msaserve.ops.remap.triton:remap", ask_later("msaserve.ops.remap.triton:why_not"), on_card),
+    Impl("reference", "msaserve.ops.remap.reference:remap", always),
+)
 
 
 class BlockQueries(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from msaserve.ops.hopper import why_not_triton
 from msaserve.ops.remap import BlockQueries
 from msaserve.ops.triton_ragged import query_tile
 
@@ -161,7 +162,7 @@ def _rows_kernel(
             bits = _popcount(chosen_by)
             tl.store(before + base + word[None, :], tl.cumsum(bits, 1) - bits + total[:, None], mask=live)
             total += tl.sum(bits, 1)
-        ends = ends + (total,)  # noqa: RUF005 (no unpacking in a kernel)
+        ends = ends + (total,)
     row = head * B * max_blocks + request * max_blocks + n
     if PLAN:
         if tl.max(total, 0) > 0:
@@ -432,7 +433,14 @@ def _launch(
             num_warps=1,
         )
         neighbours = SharedBlocks(spans, blocks, places, part_ids)
-    return starts, Plan(entries, items[: parts * full].view(parts, full, 8), items[parts * full :], cursors[num_heads:], neighbours)
+    return starts, Plan(
+        entries, items[: parts * full].view(parts, full, 8), items[parts * full :], cursors[num_heads:], neighbours
+    )
+
+
+def why_not(block_ids: torch.Tensor, *args: object, **kwargs: object) -> str | None:
+    """None if the kernels can serve these arguments of `remap`, else the reason."""
+    return why_not_triton(block_ids)
 
 
 def remap(block_ids: torch.Tensor, cu_query_lens: torch.Tensor, *, max_blocks: int) -> BlockQueries:
@@ -440,7 +448,8 @@ def remap(block_ids: torch.Tensor, cu_query_lens: torch.Tensor, *, max_blocks: i
     batch = cu_query_lens.shape[0] - 1
     if min(num_heads, num_tokens, topk, batch, max_blocks) == 0:
         return BlockQueries(
-            block_ids.new_zeros((num_heads, batch * max_blocks + 1)), block_ids.new_full((num_heads, num_tokens * topk), -1)
+            block_ids.new_zeros((num_heads, batch * max_blocks + 1)),
+            block_ids.new_full((num_heads, num_tokens * topk), -1),
         )
     starts, work = _launch(block_ids, None, None, cu_query_lens, max_blocks, 0, 1, 1, 1, 0)
     return BlockQueries(starts, work.entries)

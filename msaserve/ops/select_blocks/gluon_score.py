@@ -4,7 +4,11 @@ A program scores ROWS = WARPGROUPS × M rows (queries × heads) against a run of
 for all of them. The warpgroups wait for pages on their own: while one takes maxima the other multiplies.
 """
 
+# Argument lists that Triton must see written out are longer than a line.
+
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from msaserve.ops.select_blocks.triton_prefill import _split, num_workers
+from msaserve.ops.hopper import why_not_wgmma
+from msaserve.ops.select_blocks import triton_prefill
+from msaserve.ops.select_blocks.triton_prefill import num_workers, split_of
 
 
 @gluon.jit
@@ -153,13 +159,18 @@ def _score_kernel(
         )  # fmt: skip
 
 
-def why_not(index_q: torch.Tensor, index_k_cache: torch.Tensor) -> str | None:
-    """None if the kernel can score these, else the reason."""
+def why_not(index_q: torch.Tensor, index_k_cache: torch.Tensor, *args: object, **kwargs: Any) -> str | None:
+    """None if the kernels can serve these arguments of `select_blocks`, else the reason."""
+    reason = why_not_wgmma(index_q) or triton_prefill.why_not(index_q, index_k_cache, *args, **kwargs)
+    if reason is not None:
+        return reason
+    if index_q.dtype not in (torch.bfloat16, torch.float16):
+        return f"index_q is {index_q.dtype}, not bfloat16 or float16"
     _, block_size, dim = index_k_cache.shape
-    if index_q.dtype not in (torch.bfloat16, torch.float16) or index_k_cache.dtype != index_q.dtype:
-        return "index_q and index_k_cache must both be bfloat16 or float16"
     if dim not in (64, 128) or block_size not in (64, 128):
         return "the index dim and the block size must be 64 or 128"
+    if triton.next_power_of_2(index_q.shape[1]) > 128:
+        return "there are over 128 index heads"
     if any(stride % 8 for stride in index_k_cache.stride()[:2]) or index_k_cache.data_ptr() % 16:
         return "index_k_cache must lie on 16-byte boundaries"
     return None
@@ -184,7 +195,7 @@ def score_tiles(
     block = [1, block_size, dim]
     element = gl.bfloat16 if index_q.dtype == torch.bfloat16 else gl.float16
     pages = TensorDescriptor.from_tensor(index_k_cache, block, gl.NVMMASharedLayout.get_default_for(block, element))
-    split_blocks = _split(num_tiles, num_blocks, num_workers(index_q.device))
+    split_blocks = split_of(num_tiles, num_blocks, num_workers(index_q.device))
     _score_kernel[(num_tiles, triton.cdiv(num_blocks, split_blocks))](
         index_q,
         pages,
@@ -206,4 +217,33 @@ def score_tiles(
         M=block_q * heads_padded // 2,
         STAGES=stages,
         num_warps=4,
+    )
+
+
+def select_blocks(
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    *,
+    topk: int,
+    local_blocks: int = 1,
+    max_query_len: int,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return triton_prefill.select_blocks(
+        index_q,
+        index_k_cache,
+        block_table,
+        seq_lens,
+        cu_query_lens,
+        topk=topk,
+        local_blocks=local_blocks,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        out=out,
+        score_tiles=score_tiles,
+        rows=256,
     )

@@ -8,14 +8,16 @@ The top-k finds each row's k-th largest score with registers alone, then walks t
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 
+from msaserve.ops.hopper import why_not_triton
 from msaserve.ops.triton_ragged import _query_tiles_kernel
 
-SCRATCH_BYTES = 128 << 20
+SCRATCH_BYTES = 256 << 20
 """Bound on the score scratch of one call (one tile's scores where even those are larger)."""
 
 
@@ -90,7 +92,7 @@ def _insert(top, x):
     """Keep the largest of `top` (descending) and x."""
     kept = ()
     for i in tl.static_range(len(top)):
-        kept = kept + (tl.maximum(top[i], x),)  # noqa: RUF005 (no unpacking in a kernel)
+        kept = kept + (tl.maximum(top[i], x),)
         x = tl.minimum(top[i], x)
     return kept
 
@@ -147,7 +149,7 @@ def _topk_kernel(
                     n = start + i + u
                     x = tl.load(base + n * ROWS, mask=n < candidates[None, :], other=float("-inf"))
                     x = tl.where(n < candidates[None, :], tl.where(x >= LOWEST, x, LOWEST), float("-inf"))
-                    xs = xs + (x,)  # noqa: RUF005
+                    xs = xs + (x,)
                 for u in tl.static_range(UNROLL):
                     top = _insert(top, xs[u])
             if SEGMENTS > 1:
@@ -200,7 +202,7 @@ def _topk_kernel(
 
 
 @lru_cache(maxsize=4096)
-def _split(num_tiles: int, num_blocks: int, num_workers: int) -> int:
+def split_of(num_tiles: int, num_blocks: int, num_workers: int) -> int:
     """Blocks per split of the context, so that the splits of all tiles fill the card in whole waves."""
     best, best_cost = num_blocks, float("inf")
     for splits in range(1, max(2, num_blocks // 16 + 1)):
@@ -219,7 +221,7 @@ def num_workers(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def scores_tile(
+def score_tiles(
     index_q: torch.Tensor,
     index_k_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -233,7 +235,7 @@ def scores_tile(
     """Block scores of `num_tiles` query tiles into scores [tiles, num_blocks, block_q * Hkv padded]."""
     num_heads, dim = index_q.shape[1:]
     block_size = index_k_cache.shape[1]
-    split_blocks = _split(num_tiles, num_blocks, 2 * num_workers(index_q.device))
+    split_blocks = split_of(num_tiles, num_blocks, 2 * num_workers(index_q.device))
     _score_kernel[(num_tiles, triton.cdiv(num_blocks, split_blocks))](
         index_q,
         index_k_cache,
@@ -260,6 +262,39 @@ def scores_tile(
     )
 
 
+class ScoreTiles(Protocol):
+    """`score_tiles` of this module or of another kernel."""
+
+    def __call__(
+        self,
+        index_q: torch.Tensor,
+        index_k_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        tiles: torch.Tensor,
+        scores: torch.Tensor,
+        first_tile: int,
+        num_tiles: int,
+        num_blocks: int,
+        block_q: int,
+    ) -> None: ...
+
+
+def why_not(
+    index_q: torch.Tensor, index_k_cache: torch.Tensor, *args: object, topk: int, **kwargs: object
+) -> str | None:
+    """None if the kernels can serve these arguments of `select_blocks`, else the reason."""
+    reason = why_not_triton(index_q)
+    if reason is not None:
+        return reason
+    if index_q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or index_k_cache.dtype != index_q.dtype:
+        return f"{index_q.dtype} queries and {index_k_cache.dtype} keys: one of float32, bfloat16, float16 is needed"
+    if index_q.stride(2) != 1:
+        return "index_q's last dimension must be contiguous"
+    if index_k_cache.shape[1] not in (16, 32, 64, 128) or not 16 <= index_k_cache.shape[2] <= 256 or topk > 64:
+        return "blocks of 16 to 128 tokens, 16 to 256 index dims and a topk of at most 64 are needed"
+    return None
+
+
 def select_blocks(
     index_q: torch.Tensor,
     index_k_cache: torch.Tensor,
@@ -272,9 +307,10 @@ def select_blocks(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
-    score: object = None,
+    score_tiles: ScoreTiles = score_tiles,
+    rows: int = 128,
 ) -> torch.Tensor:
-    """block_ids [Hkv, T, topk] int32; see the operator's contract. `score` replaces the scoring kernel's launcher."""
+    """block_ids [Hkv, T, topk] int32; see the operator's contract. A tile has about `rows` rows."""
     num_tokens, num_heads, _ = index_q.shape
     block_size = index_k_cache.shape[1]
     batch = block_table.shape[0]
@@ -285,13 +321,19 @@ def select_blocks(
         return out
     num_blocks = -(-max_seq_len // block_size)
     heads_padded = triton.next_power_of_2(num_heads)
-    launch, rows = score if score is not None else (scores_tile, 128)  # type: ignore[misc]
     block_q = max(1, rows // heads_padded)
     rows = block_q * heads_padded
     total_tiles = -(-num_tokens // block_q) + batch - 1
     tiles = torch.empty((total_tiles, 4), dtype=torch.int32, device=index_q.device)
     _query_tiles_kernel[(total_tiles,)](
-        cu_query_lens, seq_lens, tiles, total_tiles, batch, BQ=block_q, BLOCK_B=triton.next_power_of_2(batch), num_warps=1
+        cu_query_lens,
+        seq_lens,
+        tiles,
+        total_tiles,
+        batch,
+        BQ=block_q,
+        BLOCK_B=triton.next_power_of_2(batch),
+        num_warps=1,
     )
     chunk = max(1, min(total_tiles, SCRATCH_BYTES // (num_blocks * rows * 4)))
     scores = torch.empty((chunk, num_blocks, rows), dtype=torch.float32, device=index_q.device)
@@ -307,7 +349,7 @@ def select_blocks(
     )
     for first_tile in range(0, total_tiles, chunk):
         count = min(chunk, total_tiles - first_tile)
-        launch(index_q, index_k_cache, block_table, tiles, scores, first_tile, count, num_blocks, block_q)
+        score_tiles(index_q, index_k_cache, block_table, tiles, scores, first_tile, count, num_blocks, block_q)
         _topk_kernel[(count, rows // r)](
             scores,
             tiles,

@@ -5,17 +5,20 @@ a time, through a ring of slots, all by TMA. The warpgroups take the slots in tu
 that one's exponentials run beside another's products. Results leave as partial outputs, as in triton_kv_major.
 """
 
+# Argument lists that Triton must see written out are longer than a line.
+
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.sparse_attend import triton_kv_major
 from msaserve.ops.sparse_attend.gluon_shared import attend_shared
 
@@ -47,7 +50,7 @@ def _place(counts, it, capacity, PARTS: gl.constexpr):
 def _entries_at(own, at, hi, QT: gl.constexpr):
     entries = ()
     for e in gl.static_range(QT):
-        entries = entries + (gl.load(own + gl.minimum(at + e, hi - 1)),)  # noqa: RUF005 (no unpacking in a kernel)
+        entries = entries + (gl.load(own + gl.minimum(at + e, hi - 1)),)
     return entries
 
 
@@ -93,7 +96,10 @@ def _fetch(
                 row = (now[e] // S * HKV + head) * G
                 for half in gl.static_range(HALVES):
                     tma.async_copy_global_to_shared(
-                        q, [row, half * 64], q_full.index(slot), q_smem.index(slot * HALVES + half).slice(e * G, G, dim=0)
+                        q,
+                        [row, half * 64],
+                        q_full.index(slot),
+                        q_smem.index(slot * HALVES + half).slice(e * G, G, dim=0),
                     )
         done += tiles
         turn += 1
@@ -114,7 +120,9 @@ def _attend(
     weights: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma_o, k_width=2)
     # 8 bytes to a thread, a whole sector to four, one exchange between neighbours away from mma_o
     out_layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]] if D == 128 else [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]]
+        if D == 128
+        else [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
         lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
@@ -260,16 +268,21 @@ def _attend_kernel(
         )  # fmt: skip
 
 
-def why_not(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> str | None:
-    """None if the kernel can serve these, else the reason."""
+def why_not(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_ids: torch.Tensor, *args: object, **kwargs: Any
+) -> str | None:
+    """None if the kernels can serve these arguments of `sparse_attend`, else the reason."""
+    reason = why_not_wgmma(q) or triton_kv_major.why_not(q, k_cache, v_cache, block_ids, *args, **kwargs)
+    if reason is not None:
+        return reason
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"q is {q.dtype}, not bfloat16 or float16"
     _, block_size, num_kv_heads, dim = k_cache.shape
-    if q.dtype not in (torch.bfloat16, torch.float16) or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
-        return "q, k_cache and v_cache must all be bfloat16 or all float16"
     if q.shape[1] // num_kv_heads not in (8, 16, 32, 64):
         return "8, 16, 32 or 64 query heads to a KV head are needed"
     if dim not in (64, 128) or block_size not in (64, 128):
         return "the head dim and the block size must be 64 or 128"
-    if q.stride(2) != 1 or q.stride(0) != q.shape[1] * q.stride(1):
+    if q.stride(0) != q.shape[1] * q.stride(1):
         return "q's heads must lie at even distances"
     tensors = (q, k_cache, v_cache)
     if any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1]) for x in tensors):

@@ -6,6 +6,8 @@ chose costs them nothing, one that only some chose is masked for the others. Eac
 partial output of the first of its shared places (`remap.triton.SharedBlocks`).
 """
 
+# Argument lists that Triton must see written out are longer than a line.
+
 from __future__ import annotations
 
 import math

@@ -8,15 +8,16 @@ the pages stay in L2.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
 from msaserve.ops.combine.triton import launch as launch_combine
+from msaserve.ops.hopper import why_not_triton
 from msaserve.ops.ragged import slice_rows
-from msaserve.ops.remap.triton import SharedBlocks, plan
+from msaserve.ops.remap.triton import plan
 
 PARTIAL_BYTES = 2 << 30
 """Bound on the partial outputs held at once."""
@@ -107,24 +108,37 @@ def _attend_kernel(
             tl.store(partial_lse + pair * G + g, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
 
 
-class SharedAttend(Protocol):
-    """What attends with the blocks that neighbours share, as gluon_shared.attend_shared."""
+def why_not(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    *args: object,
+    scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    **kwargs: object,
+) -> str | None:
+    """None if the kernels can serve these arguments of `sparse_attend`, else the reason."""
+    reason = why_not_triton(q)
+    if reason is not None:
+        return reason
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or {k_cache.dtype, v_cache.dtype} != {q.dtype}:
+        return "q and the caches must be of one dtype: float32, bfloat16 or float16"
+    if q.stride(2) != 1 or scale <= 0 or k_scale is not None or v_scale is not None:
+        return "q's last dimension must be contiguous, scale positive, and k_scale and v_scale None"
+    _, block_size, num_kv_heads, dim = k_cache.shape
+    if block_size not in (16, 32, 64, 128) or not 16 <= dim <= 128 or q.shape[1] // num_kv_heads > 128:
+        return "blocks of 16 to 128 tokens, a head dim of 16 to 128 and a group of at most 128 are needed"
+    if block_ids.shape[2] > 64:
+        return "block_ids name over 64 blocks a query"
+    return None
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        shared: SharedBlocks,
-        *args: torch.Tensor,
-        scale: float,
-    ) -> None: ...
 
-
-class FullBlocks(Protocol):
-    """What attends with blocks full of tokens: `attend_items` or another kernel with its arguments."""
-
-    def __call__(self, *args: torch.Tensor, scale: float) -> None: ...
+AttendItems = Callable[..., None]
+"""`attend_items` of this module or of another kernel."""
+AttendShared = Callable[..., None]
+"""`gluon_shared.attend_shared`: what attends with the blocks that neighbours share."""
 
 
 def attend_items(
@@ -201,8 +215,8 @@ def sparse_attend(
     v_scale: torch.Tensor | None = None,
     item: int = 128,
     parts: int | None = None,
-    full_blocks: FullBlocks | None = None,
-    shared_blocks: SharedAttend | None = None,
+    full_blocks: AttendItems | None = None,
+    shared_blocks: AttendShared | None = None,
 ) -> torch.Tensor:
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, _, topk = block_ids.shape
@@ -239,8 +253,20 @@ def sparse_attend(
         )
         some_out, some_lse = partial_out[: end - first], partial_lse[: end - first]
         attend_full = attend_items if full_blocks is None else full_blocks
-        attend_full(q[first:end], k_cache, v_cache, work.entries, work.items, work.counts, some_out, some_lse, scale=scale)
-        attend_items(q[first:end], k_cache, v_cache, work.entries, work.tail_items, work.counts[parts:], some_out, some_lse, scale=scale)
+        attend_full(
+            q[first:end], k_cache, v_cache, work.entries, work.items, work.counts, some_out, some_lse, scale=scale
+        )
+        attend_items(
+            q[first:end],
+            k_cache,
+            v_cache,
+            work.entries,
+            work.tail_items,
+            work.counts[parts:],
+            some_out,
+            some_lse,
+            scale=scale,
+        )
         if shared_blocks is not None:
             assert work.shared is not None
             tables = (block_table, lens, cu, some_out, some_lse)
