@@ -88,12 +88,28 @@ def _score_kernel(
 
 
 @triton.jit
-def _insert(top, x):
-    """Keep the largest of `top` (descending) and x."""
+def _bitonic_stage(x, K: tl.constexpr, J: tl.constexpr):
+    """Compare elements J apart; runs of K are put in alternating order, the first descending."""
+    y = ()
+    for i in tl.static_range(len(x)):
+        if ((i & J) == 0) == ((i & K) == 0):
+            y = y + (tl.maximum(x[i], x[i ^ J]),)
+        else:
+            y = y + (tl.minimum(x[i], x[i ^ J]),)
+    return y
+
+
+@triton.jit
+def _merge(top, x, LOG: tl.constexpr):
+    """The largest 2^LOG of `top`, descending, and x, in any order, both of 2^LOG elements."""
+    for k in tl.static_range(LOG):
+        for j in tl.static_range(k + 1):
+            x = _bitonic_stage(x, 2 << k, 1 << (k - j))
     kept = ()
-    for i in tl.static_range(len(top)):
-        kept = kept + (tl.maximum(top[i], x),)
-        x = tl.minimum(top[i], x)
+    for i in tl.static_range(len(x)):
+        kept = kept + (tl.maximum(top[i], x[(1 << LOG) - 1 - i]),)
+    for j in tl.static_range(LOG):
+        kept = _bitonic_stage(kept, 2 << LOG, 1 << (LOG - 1 - j))
     return kept
 
 
@@ -116,11 +132,12 @@ def _topk_kernel(
     LOCAL: tl.constexpr,
     SEGMENTS: tl.constexpr,
     R: tl.constexpr,
-    UNROLL: tl.constexpr,
+    LOG: tl.constexpr,
 ):
     tile = tl.program_id(0)
     ROWS: tl.constexpr = BLOCK_Q * HP
     K: tl.constexpr = TOPK - LOCAL  # places that scores decide
+    UNROLL: tl.constexpr = 1 << LOG  # at least K
     LOWEST: tl.constexpr = -3.4028234663852886e38  # a visible block whose score is −inf or NaN still beats no block
     first = tl.load(tiles + (first_tile + tile) * 4 + 1)
     stop = tl.load(tiles + (first_tile + tile) * 4 + 2)
@@ -142,7 +159,7 @@ def _topk_kernel(
             base = scores + tile.to(tl.int64) * N * ROWS + row[None, :]
             start = segment[:, None] * per_segment
             neg = tl.full([SEGMENTS, R], float("-inf"), tl.float32)
-            top = (neg,) * K
+            top = (neg,) * UNROLL
             for i in range(0, per_segment, UNROLL):
                 xs = ()
                 for u in tl.static_range(UNROLL):
@@ -150,20 +167,22 @@ def _topk_kernel(
                     x = tl.load(base + n * ROWS, mask=n < candidates[None, :], other=float("-inf"))
                     x = tl.where(n < candidates[None, :], tl.where(x >= LOWEST, x, LOWEST), float("-inf"))
                     xs = xs + (x,)
-                for u in tl.static_range(UNROLL):
-                    top = _insert(top, xs[u])
+                top = _merge(top, xs, LOG)
             if SEGMENTS > 1:
                 # each segment's list through scratch, then every row's k-th largest of all lists
                 program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-                own = lists + program.to(tl.int64) * SEGMENTS * K * R
-                place = segment[:, None] * (K * R) + tl.arange(0, R)[None, :]
+                own = lists + program.to(tl.int64) * SEGMENTS * UNROLL * R
+                place = segment[:, None] * (UNROLL * R) + tl.arange(0, R)[None, :]
                 tl.debug_barrier()
-                for i in tl.static_range(K):
+                for i in tl.static_range(UNROLL):
                     tl.store(own + place + i * R, top[i])
                 tl.debug_barrier()
-                merged = (tl.full([R], float("-inf"), tl.float32),) * K
-                for i in range(SEGMENTS * K):
-                    merged = _insert(merged, tl.load(own + i * R + tl.arange(0, R)))
+                merged = (tl.full([R], float("-inf"), tl.float32),) * UNROLL
+                for i in range(SEGMENTS):
+                    xs = ()
+                    for u in tl.static_range(UNROLL):
+                        xs = xs + (tl.load(own + (i * UNROLL + u) * R + tl.arange(0, R)),)
+                    merged = _merge(merged, xs, LOG)
                 threshold = merged[K - 1]
                 above = tl.zeros([SEGMENTS, R], tl.int32)
                 equal = tl.zeros([SEGMENTS, R], tl.int32)
@@ -342,8 +361,9 @@ def select_blocks(
     segments = 1
     while segments < 32 and chunk * (rows // r) * segments < workers * 24 and segments * 16 < num_blocks:
         segments *= 2
+    log = max(3, (topk - local_blocks - 1).bit_length()) if topk > local_blocks else 3
     lists = torch.empty(
-        (chunk * (rows // r) * segments * max(1, topk - local_blocks) * r if segments > 1 else 1,),
+        (chunk * (rows // r) * segments * (r << log) if segments > 1 else 1,),
         dtype=torch.float32,
         device=index_q.device,
     )
@@ -368,7 +388,7 @@ def select_blocks(
             LOCAL=min(local_blocks, topk),
             SEGMENTS=segments,
             R=r,
-            UNROLL=4,
+            LOG=log,
             num_warps=segments,
         )
     return out

@@ -1,0 +1,251 @@
+"""Prefill on a card: checks the operators, times them against vLLM's kernels in the same run, prints the tables.
+
+    python benchmarks/ops/prefill.py [--peers DIR] [--out FILE] [--seconds N]
+
+DIR holds vLLM's Triton kernels for MiniMax-M3 as `m3ops/vllm_index_topk.py` and `m3ops/vllm_sparse_attn.py`, with
+stubs of what they import; without it only ours are timed. M3's geometry: 64 query heads, 4 KV heads, dim 128, blocks
+of 128, 16 of them. Milliseconds, medians, L2 cleared between repeats. After N seconds what is left is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.testing import do_bench
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from msaserve import ops
+
+HEADS, KV_HEADS, DIM, BLOCK, TOPK, QUERIES = 64, 4, 128, 128, 16, 8192
+OVERLAPS = (0.0, 0.5, 0.9, 0.98)
+
+
+class Chunk(NamedTuple):
+    """A chunk of one request's queries after `cached` tokens, and its caches as views of vLLM's allocation."""
+
+    cached: int
+    q: torch.Tensor
+    index_q: torch.Tensor
+    kv: torch.Tensor
+    index_k: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cached_lens: torch.Tensor
+    cu_query_lens: torch.Tensor
+
+    @property
+    def k(self) -> torch.Tensor:
+        return self.kv[..., :DIM].transpose(1, 2)
+
+    @property
+    def v(self) -> torch.Tensor:
+        return self.kv[..., DIM:].transpose(1, 2)
+
+    @property
+    def seq_len(self) -> int:
+        return self.cached + self.q.shape[0]
+
+
+def make_chunk(cached: int, queries: int = QUERIES) -> Chunk:
+    pages = -(-(cached + queries) // BLOCK)
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    lens: dict[str, Any] = {"device": "cuda", "dtype": torch.int32}
+    return Chunk(
+        cached,
+        torch.randn(queries, HEADS, DIM, **options),
+        torch.randn(queries, KV_HEADS, DIM, **options),
+        torch.randn(pages, KV_HEADS, BLOCK, 2 * DIM, **options),
+        torch.randn(pages, BLOCK, DIM, **options),
+        torch.randperm(pages, device="cuda").int().view(1, pages),
+        torch.tensor([cached + queries], **lens),
+        torch.tensor([cached], **lens),
+        torch.tensor([0, queries], **lens),
+    )
+
+
+def overlapping(chunk: Chunk, overlap: float) -> torch.Tensor:
+    """block_ids of which `overlap` is common to runs of 64 queries: the own block, one of each 15th of the others."""
+    queries = chunk.q.shape[0]
+    own = (chunk.cached + torch.arange(queries, device="cuda")) // BLOCK
+    strata = TOPK - 1
+    shared = torch.rand(KV_HEADS, -(-queries // 64), strata, device="cuda").repeat_interleave(64, 1)[:, :queries]
+    alone = torch.rand(KV_HEADS, queries, strata, device="cuda")
+    part = torch.where(torch.rand(KV_HEADS, queries, strata, device="cuda") < overlap, shared, alone)
+    edges = own[None, :, None] * torch.arange(strata + 1, device="cuda") // strata
+    ids = edges[..., :-1] + (part * edges.diff(dim=-1)).long()
+    ids = torch.where(edges.diff(dim=-1) > 0, ids, -1)
+    return torch.cat([own[None, :, None].expand(KV_HEADS, -1, -1), ids], -1).int().contiguous()
+
+
+def select(chunk: Chunk, impl: str | None = None) -> torch.Tensor:
+    return ops.select_blocks(
+        chunk.index_q,
+        chunk.index_k,
+        chunk.block_table,
+        chunk.seq_lens,
+        chunk.cu_query_lens,
+        topk=TOPK,
+        max_query_len=chunk.q.shape[0],
+        max_seq_len=chunk.seq_len,
+        impl=impl,
+    )
+
+
+def attend(chunk: Chunk, ids: torch.Tensor, impl: str | None = None) -> torch.Tensor:
+    return ops.sparse_attend(
+        chunk.q,
+        chunk.k,
+        chunk.v,
+        ids,
+        chunk.block_table,
+        chunk.seq_lens,
+        chunk.cu_query_lens,
+        max_query_len=chunk.q.shape[0],
+        impl=impl,
+    )
+
+
+def attend_with(chunk: Chunk, ids: torch.Tensor, **tuning: Any) -> torch.Tensor:
+    kernel = import_module("msaserve.ops.sparse_attend.gluon_kv_major")
+    args = (chunk.q, chunk.k, chunk.v, ids, chunk.block_table, chunk.seq_lens, chunk.cu_query_lens)
+    out: torch.Tensor = kernel.sparse_attend(*args, scale=DIM**-0.5, max_query_len=chunk.q.shape[0], **tuning)
+    return out
+
+
+def check() -> None:
+    """Ours against the float32 reference, with NaN in the unused slots; raises on a wrong result."""
+    for cached, queries, overlap in ((1000, 600, 0.5), (0, 777, 0.9), (8192, 512, 0.9), (4096, 512, 0.0)):
+        chunk = make_chunk(cached, queries)
+        used = chunk.seq_len % BLOCK
+        if used:
+            page = chunk.block_table[0, -1].long()
+            chunk.kv[page, :, used:] = float("nan")
+            chunk.index_k[page, used:] = float("nan")
+        chosen = select(chunk).sort(-1).values
+        expected = select(chunk._replace(index_q=chunk.index_q.float(), index_k=chunk.index_k.float()), "reference")
+        agree = (chosen == expected.sort(-1).values).all(-1).float().mean().item()
+        assert agree > 0.999, agree  # bfloat16 products in another order may swap near-equal scores
+        ids = overlapping(chunk, overlap)
+        ids[:, ::7, 3] = -1
+        wide = chunk._replace(q=chunk.q.float(), kv=chunk.kv.float())
+        reference = attend(wide, ids, "reference_kv_major")
+        error = ((attend(chunk, ids).float() - reference).norm() / reference.norm()).item()
+        assert error < 4e-3, error
+        print(
+            f"checked {queries} queries after {cached}: selections agree {agree:.5f}, attention error {error:.1e}",
+            flush=True,
+        )
+
+
+class Clock:
+    """Times what fits into the given seconds; a variant that fails is reported and left out."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self.results: dict[str, float] = {}
+
+    def __call__(self, name: str, run: Callable[[], Any]) -> None:
+        if time.monotonic() > self._end:
+            print(f"{name:60s} skipped", flush=True)
+            return
+        try:
+            self.results[name] = do_bench(run, warmup=10, rep=40, return_mode="median")
+            print(f"{name:60s} {self.results[name]:8.3f} ms", flush=True)
+        except Exception as error:
+            print(f"{name:60s} failed: {type(error).__name__} {str(error)[:200]}", flush=True)
+
+
+def time_chunk(clock: Clock, cached: int, overlaps: tuple[float, ...], peers: str | None) -> None:
+    chunk = make_chunk(cached)
+    ids = select(chunk)
+    clock(f"{cached} ours select", lambda: select(chunk))
+    clock(f"{cached} ours attend indexer", lambda: attend(chunk, ids))
+    clock(f"{cached} ours whole", lambda: attend(chunk, select(chunk)))
+    selections = {"indexer": ids, **{f"{overlap:.2f}": overlapping(chunk, overlap) for overlap in overlaps}}
+    for name, some in selections.items():
+        if name != "indexer":
+            clock(f"{cached} ours attend {name}", lambda some=some: attend(chunk, some))
+        clock(f"{cached} ours attend {name}, share off", lambda some=some: attend_with(chunk, some, share=False))
+    if peers is not None:
+        time_vllm(clock, chunk, selections)
+    for name in ("indexer", "0.90") if overlaps else ():
+        for tuning in (
+            {"parts": 1},
+            {"parts": 2},
+            {"parts": 4},
+            {"item": 256},
+            {"item": 64},
+            {"share": False, "parts": 4},
+        ):
+            clock(
+                f"{cached} ours attend {name}, {tuning}",
+                lambda some=selections[name], tuning=tuning: attend_with(chunk, some, **tuning),
+            )
+
+
+def time_vllm(clock: Clock, chunk: Chunk, selections: dict[str, torch.Tensor]) -> None:
+    index, attention = import_module("m3ops.vllm_index_topk"), import_module("m3ops.vllm_sparse_attn")
+    cached, queries, out = chunk.cached, chunk.q.shape[0], torch.empty_like(chunk.q)
+    where = (chunk.block_table, chunk.cu_query_lens, chunk.seq_lens, chunk.cached_lens, queries)
+
+    def score() -> Any:
+        return index.minimax_m3_index_score(chunk.index_q, chunk.index_k, *where, chunk.seq_len, KV_HEADS)
+
+    def topk(scores: torch.Tensor) -> Any:
+        return index.minimax_m3_index_topk(scores, chunk.cu_query_lens, chunk.cached_lens, queries, TOPK, 0, 1)
+
+    scores = score()
+    clock(f"{cached} vllm score", score)
+    clock(f"{cached} vllm topk", lambda: topk(scores))
+    for name, ids in selections.items():
+        clock(
+            f"{cached} vllm attend {name}",
+            lambda ids=ids: attention.minimax_m3_sparse_attn(chunk.q, chunk.kv, ids, *where, KV_HEADS, DIM**-0.5, out),
+        )
+
+
+def profile(cached: int) -> None:
+    """Device time of each kernel of one chunk."""
+    chunk = make_chunk(cached)
+    attend(chunk, select(chunk))
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        attend(chunk, select(chunk))
+        torch.cuda.synchronize()
+    for event in sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)[:12]:
+        print(f"    {event.key[:70]:70s} {event.device_time_total:9.1f} us in {event.count}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers")
+    parser.add_argument("--out")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    args = parser.parse_args()
+    if args.peers:
+        sys.path.insert(0, args.peers)
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    clock = Clock(args.seconds)
+    check()
+    for cached, overlaps in ((61_440, OVERLAPS), (0, ()), (1_040_384, ()), (516_096, ()), (122_880, ())):
+        time_chunk(clock, cached, overlaps, args.peers)
+        if cached in (61_440, 1_040_384):
+            profile(cached)
+        torch.cuda.empty_cache()
+    if args.out:
+        Path(args.out).write_text(json.dumps(clock.results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
