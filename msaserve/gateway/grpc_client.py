@@ -21,6 +21,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as services
 from smg_grpc_proto.generated import common_pb2
 
+from msaserve.config import GenerationDefaults
 from msaserve.errors import CheckpointError, EngineError, MsaserveError, OverloadedError
 from msaserve.rpc import convert, shm
 from msaserve.rpc.errors import from_status
@@ -44,6 +45,8 @@ class Worker:
 
     info: ModelInfo
     served_model_name: str
+    defaults: GenerationDefaults
+    """Sampling of requests that say nothing."""
     block_size: int
     encoder_dtype: str
     normalizes: bool
@@ -94,6 +97,7 @@ class GrpcClient:
             self._worker = Worker(
                 info=convert.info_from_proto(model, token_ids),
                 served_model_name=model.served_model_name,
+                defaults=_defaults(model.default_sampling_params_json, tuple(model.eos_token_ids)),
                 block_size=server.block_size,
                 encoder_dtype="bfloat16" if server.multimodal_encoder_dtype == "bfloat16" else "float32",
                 normalizes=server.mm_device_do_normalize,
@@ -284,6 +288,17 @@ def _unpack(data: bytes, digest: str) -> dict[str, bytes]:
             return {entry.filename: archive.read(entry) for entry in entries}
     except zipfile.BadZipFile as error:
         raise EngineError(f"the worker's tokenizer files are no ZIP: {error}") from error
+
+
+def _defaults(text: str, eos_token_ids: tuple[int, ...]) -> GenerationDefaults:
+    """Numbers under the names of GenerationDefaults; what else a worker names there is for others."""
+    try:
+        values = json.loads(text or "{}")
+    except ValueError:
+        values = {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    numbers = {name: values[name] for name in names if isinstance(values.get(name), (int, float))}
+    return GenerationDefaults(**numbers, eos_token_ids=eos_token_ids)
 
 
 def _media_token_ids(files: dict[str, bytes]) -> dict[str, int | None]:
