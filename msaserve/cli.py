@@ -21,6 +21,8 @@ from msaserve.config import EngineConfig, ModelConfig
 from msaserve.errors import InvalidRequestError, MsaserveError
 from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
+from msaserve.gateway.media.pipeline import MediaPipeline
+from msaserve.gateway.media.spec import find_spec
 from msaserve.gateway.server import BindError, bind, run, run_loop
 from msaserve.gateway.tokenizer import Tokenizer
 from msaserve.observe.log import configure_logging
@@ -50,6 +52,12 @@ class Serve:
     """On SIGTERM or SIGINT: how long requests in flight may go on. A second signal ends the server at once."""
     max_body_mib: int = 64
     """Largest request body."""
+    media_hosts: tuple[str, ...] = ()
+    """Fetch pictures and clips from these hosts and the ones below them only. Default: from any public one."""
+    media_private_hosts: bool = False
+    """Fetch from private and loopback addresses too: for closed networks."""
+    media_processes: int | None = None
+    """Processes that decode pictures and clips. Default: one per core."""
     access_log: bool = False
     """One line on standard error for every request."""
 
@@ -72,6 +80,8 @@ class Serve:
             max_body_bytes=self.max_body_mib * 2**20,
         )
 
+        media_source = find_spec(self.checkpoint)
+
         from msaserve.engine.async_engine import AsyncEngine
         from msaserve.engine.engine import Engine
         from msaserve.worker.in_process import InProcessClient
@@ -88,7 +98,17 @@ class Serve:
         async def run_all() -> None:
             client = InProcessClient(AsyncEngine(engine))
             try:
-                app = create_app(client, tokenizer, template, settings)
+                media = (
+                    None
+                    if media_source is None
+                    else MediaPipeline(
+                        media_source,
+                        allowed_hosts=self.media_hosts or None,
+                        allows_private=self.media_private_hosts,
+                        num_processes=self.media_processes,
+                    )
+                )
+                app = create_app(client, tokenizer, template, settings, media)
                 await run(app, listener, drain_seconds=self.drain_seconds, on_ready=on_ready, cut=client.close)
             finally:
                 await client.close()

@@ -83,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """One picture or clip, prepared: what the vision tower takes.
 
-    patches: float32 [N, 1176], N = Σ t·h·w over the rows of grid_thw.
+    patches: float32 [N, 1176], N = Σ t·h·w over the rows of grid_thw; uint8 pixels where ModelInfo.takes_pixels.
     grid_thw: rows of (t, h, w) in patches; a clip longer than 4 temporal patches is several rows.
     offset, length: the span of prompt tokens that this item's features replace are the positions
         offset ≤ p < offset + length whose token id is the model's image or video token; there are N / 4 of them.
@@ -147,6 +147,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     image_token_id: int | None = None
     video_token_id: int | None = None
     supports_vision: bool = False
+    takes_pixels: bool = False
+    """MediaItem.patches may be uint8 pixels: whoever takes them normalises them."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,7 +90,7 @@ async def run(media: MediaPipeline, case: Case, times: int) -> int:
         ]
         async with media.lease() as lease:
             items = await media.prepare(parts, lease)
-            placed = media._items(items, [(0, 0)] * len(items))
+            placed = media._items(items, [(0, 0)] * len(items), False)
             tokens = sum(len(item.patches) for item in placed) // 4
     return tokens
 

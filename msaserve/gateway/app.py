@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from msaserve.gateway.answer import Answer, ChatAnswer, CompletionAnswer
 from msaserve.gateway.chat import ChatTemplate, check_template_kwargs, thinking_kwargs
 from msaserve.gateway.chat import check_length as check_text_length
 from msaserve.gateway.client import EngineClient
+from msaserve.gateway.media.pipeline import MediaPart, MediaPipeline
 from msaserve.gateway.openai import (
     ChatRequest,
     CompletionRequest,
@@ -54,7 +55,7 @@ from msaserve.gateway.transport import (
 )
 from msaserve.observe.log import ACCESS_LOGGER
 from msaserve.observe.metrics import CONTENT_TYPE, ServerMetrics
-from msaserve.types import GenerateRequest, ModelInfo
+from msaserve.types import GenerateRequest, MediaItem, ModelInfo
 
 _log = logging.getLogger(__name__)
 _access_log = logging.getLogger(ACCESS_LOGGER)
@@ -79,13 +80,18 @@ class GatewaySettings:
 
 
 def create_app(
-    client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, settings: GatewaySettings
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    settings: GatewaySettings,
+    media: MediaPipeline | None = None,
 ) -> Starlette:
-    """The ASGI application. It does not own the client: who made it closes it.
+    """The ASGI application. It does not own the client: who made it closes it. It closes the media pipeline.
 
+    media: prepares pictures and clips. None, or a model without vision: requests with any are refused.
     `app.state.gateway.is_draining = True` makes /ready and new requests answer 503.
     """
-    gateway = Gateway(client, tokenizer, template, settings)
+    gateway = Gateway(client, tokenizer, template, settings, media)
     routes = [
         Route("/v1/models", gateway.models, methods=["GET"]),
         Route("/v1/models/{model:path}", gateway.model, methods=["GET"]),
@@ -102,7 +108,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await gateway.model_info()
+        if media is not None:
+            await media.warm()
         yield
+        if media is not None:
+            await media.close()
 
     app = Starlette(
         routes=routes,
@@ -118,12 +128,18 @@ class Gateway:
     """The endpoints, and what they share."""
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, settings: GatewaySettings
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        settings: GatewaySettings,
+        media: MediaPipeline | None,
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
         self._template = template
         self._settings = settings
+        self._media = media
         self._model_info: ModelInfo | None = None
         self._created = int(time.time())
         self.metrics = ServerMetrics(settings.served_model_name)
@@ -142,18 +158,31 @@ class Gateway:
         model = await self.model_info()
         sampling = sampling_params(asked, self._settings.defaults, model)
         kwargs = thinking_kwargs(asked.thinking, asked.reasoning_effort)
-        token_ids = await self._encode_chat(asked, kwargs, model, len(body))
-        check_length(len(token_ids), sampling.max_tokens, model, param="messages")
-        answer = ChatAnswer(
-            self._tokenizer,
-            model=self._settings.served_model_name,
-            has_logprobs=sampling.logprobs is not None,
-            includes_usage=asked.includes_usage,
-        )
-        generate = GenerateRequest(
-            request_id=answer.id, prompt_token_ids=token_ids, sampling=sampling, cache_salt=asked.cache_salt or ""
-        )
-        return await self._answer(request, asked, answer, [generate], arrival)
+        parts: list[MediaPart] | None = [] if self._media is not None and model.supports_vision else None
+        token_ids = await self._encode_chat(asked, kwargs, model, len(body), parts)
+        async with AsyncExitStack() as stack:
+            items: tuple[MediaItem, ...] = ()
+            if self._media is not None and parts:
+                lease = await stack.enter_async_context(self._media.lease())
+                work = self._media.resolve(parts, token_ids, self._tokenizer, lease, as_pixels=model.takes_pixels)
+                token_ids, items = await until_disconnect(request.receive, work)
+            check_length(len(token_ids), sampling.max_tokens, model, param="messages")
+            answer = ChatAnswer(
+                self._tokenizer,
+                model=self._settings.served_model_name,
+                has_logprobs=sampling.logprobs is not None,
+                includes_usage=asked.includes_usage,
+            )
+            generate = GenerateRequest(
+                request_id=answer.id,
+                prompt_token_ids=token_ids,
+                sampling=sampling,
+                media=items,
+                cache_salt=asked.cache_salt or "",
+            )
+            response = await self._answer(request, asked, answer, [generate], arrival)
+            # The items live as long as the answer, and so does their share of the bytes in flight.
+            return _until_sent(response, stack.pop_all())
 
     async def completions(self, request: Request) -> ASGIApp:
         arrival = time.perf_counter()
@@ -263,12 +292,18 @@ class Gateway:
         return await read_body(request, self._settings.max_body_bytes)
 
     async def _encode_chat(
-        self, asked: ChatRequest | TokenizeRequest, kwargs: dict[str, Any], model: ModelInfo, size: int
+        self,
+        asked: ChatRequest | TokenizeRequest,
+        kwargs: dict[str, Any],
+        model: ModelInfo,
+        size: int,
+        parts: list[MediaPart] | None = None,
     ) -> list[int]:
+        """parts: gets the pictures and clips of the messages; None takes text only."""
         template = self._template
         if template is None:
             raise InvalidRequestError("this checkpoint has no chat template; use /v1/completions", param="messages")
-        messages = chat_messages(asked.messages or [])
+        messages = chat_messages(asked.messages or [], parts)
         given = asked.chat_template_kwargs or {}
         check_template_kwargs(given)
         add_generation_prompt = asked.add_generation_prompt is not False
@@ -304,6 +339,16 @@ class Gateway:
             "owned_by": "msaserve",
             "max_model_len": model.max_model_len,
         }
+
+
+def _until_sent(response: ASGIApp, resources: AsyncExitStack) -> ASGIApp:
+    """`response`, which gives the resources back once it is sent."""
+
+    async def send_all(scope: Scope, receive: Receive, send: Send) -> None:
+        async with resources:
+            await response(scope, receive, send)
+
+    return send_all
 
 
 class Envelope:

@@ -10,6 +10,7 @@ import msgspec
 
 from msaserve.config import GenerationDefaults
 from msaserve.errors import InvalidRequestError
+from msaserve.gateway.media.pipeline import PART_TYPES, MediaPart, parse_part
 from msaserve.types import ModelInfo, SamplingParams
 
 MAX_CHOICES = 128
@@ -257,14 +258,21 @@ def completion_prompts(prompt: Any, n: int) -> list[str | list[int]]:
     return prompts
 
 
-def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as a template takes them: content is text or a list of text parts. Raises InvalidRequestError."""
+def chat_messages(messages: list[dict[str, Any]], media: list[MediaPart] | None = None) -> list[dict[str, Any]]:
+    """The messages as a template takes them: content is text or a list of parts.
+
+    media: gets the pictures and clips, in order; a part {"type": "image"} or {"type": "video"} marks the place of each.
+        None: only text is taken.
+
+    Raises:
+        InvalidRequestError: naming the message or the part at fault.
+    """
     if not messages:
         raise InvalidRequestError("messages must not be empty", param="messages")
-    return [_chat_message(i, message) for i, message in enumerate(messages)]
+    return [_chat_message(i, message, media) for i, message in enumerate(messages)]
 
 
-def _chat_message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_message(number: int, message: Mapping[str, Any], media: list[MediaPart] | None) -> dict[str, Any]:
     where = f"messages[{number}]"
     role = message.get("role")
     if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
@@ -277,7 +285,7 @@ def _chat_message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
         )
     content = message.get("content")
     if isinstance(content, list):
-        content = [_text_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
+        content = [_part(f"{where}.content[{i}]", part, media) for i, part in enumerate(content)]
     elif not isinstance(content, str):
         raise InvalidRequestError(f"{where}.content must be text or a list of parts", param=f"{where}.content")
     result = {"role": role, "content": content}
@@ -290,11 +298,15 @@ def _chat_message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _text_part(where: str, part: Any) -> dict[str, Any]:
+def _part(where: str, part: Any, media: list[MediaPart] | None) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind in PART_TYPES and media is not None:
+        media.append(parse_part(part, where))
+        return {"type": PART_TYPES[kind]}
     if kind in _MEDIA_PARTS:
+        takes = "text only" if media is None else "text, image_url and video_url parts"
         raise InvalidRequestError(
-            f"{where}: {kind} parts are not supported by this version; send text",
+            f"{where}: {kind} parts are not supported; this model takes {takes}",
             param=where,
             code="unsupported_content",
         )

@@ -13,7 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from msaserve.errors import EngineError, InvalidRequestError, MsaserveError, OverloadedError
+from msaserve.errors import (
+    BusyError,
+    EngineError,
+    InvalidRequestError,
+    MsaserveError,
+    OverloadedError,
+    TooLargeError,
+)
 from msaserve.gateway.openai import ErrorBody
 
 _log = logging.getLogger(__name__)
@@ -40,12 +47,16 @@ class NoSuchModelError(HTTPException):
 def error_of(error: BaseException) -> tuple[int, ErrorBody]:
     """HTTP status and error object for what went wrong."""
     if isinstance(error, InvalidRequestError):
-        return 400, ErrorBody(str(error), "invalid_request_error", error.param, error.code)
+        return 413 if isinstance(error, TooLargeError) else 400, ErrorBody(
+            str(error), "invalid_request_error", error.param, error.code
+        )
     if isinstance(error, HTTPException):
         if isinstance(error, NoSuchModelError):
             return 404, ErrorBody(error.detail, "invalid_request_error", "model", "model_not_found")
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
         return error.status_code, ErrorBody(error.detail, kind, code=_CODES.get(error.status_code))
+    if isinstance(error, BusyError):
+        return 429, ErrorBody(str(error), "rate_limit_error", code="busy")
     if isinstance(error, OverloadedError):
         return 503, ErrorBody(str(error), "server_error", code="overloaded")
     if isinstance(error, EngineError):
@@ -60,7 +71,7 @@ def error_response(error: BaseException) -> Response:
     status, body = error_of(error)
     _log_failure(error, status)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if status == 503:
+    if status in (429, 503):
         headers["retry-after"] = "1"
     return Response(body.encode(), status, headers, media_type="application/json")
 

@@ -14,6 +14,8 @@ import uvicorn
 from msaserve.config import GenerationDefaults
 from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
+from msaserve.gateway.client import EngineClient
+from msaserve.gateway.media.pipeline import MediaPipeline
 from msaserve.gateway.tokenizer import Tokenizer
 from msaserve.types import EngineLoad, GenerateRequest, Logprobs, ModelInfo, TokenEvent
 
@@ -136,8 +138,9 @@ class FakeClient:
 
 @contextmanager
 def serve(
-    client: FakeClient,
+    client: EngineClient,
     *,
+    media: MediaPipeline | None = None,
     template: ChatTemplate | None = None,
     api_key: str | None = None,
     max_body_bytes: int = 2**20,
@@ -147,7 +150,7 @@ def serve(
     settings = GatewaySettings(
         "tiny", defaults=defaults or GenerationDefaults(), api_key=api_key, max_body_bytes=max_body_bytes
     )
-    app = create_app(client, Tokenizer.load(TINY), template or ChatTemplate.load(TINY), settings)
+    app = create_app(client, Tokenizer.load(TINY), template or ChatTemplate.load(TINY), settings, media)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, name="http-server", kwargs={"sockets": [listener]}, daemon=True)

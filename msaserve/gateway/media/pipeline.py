@@ -75,6 +75,19 @@ class MediaPipeline:
             with _Located(part):
                 self.spec.check_hints(part.modality, part.hints)
 
+    async def resolve(
+        self,
+        parts: Sequence[MediaPart],
+        token_ids: Sequence[int],
+        tokenizer: Tokenizer,
+        lease: Lease,
+        *,
+        as_pixels: bool = False,
+    ) -> tuple[list[int], tuple[MediaItem, ...]]:
+        """`prepare` and `place`: a prompt with one placeholder per part, and the parts, to what the engine takes."""
+        items = await self.prepare(parts, lease)
+        return await self.place(items, token_ids, tokenizer, lease, as_pixels=as_pixels)
+
     async def prepare(self, parts: Sequence[MediaPart], lease: Lease) -> list[Prepared]:
         """All items, in order.
 
@@ -86,23 +99,33 @@ class MediaPipeline:
         return await _all(self._prepare(part, lease, places) for part in parts)
 
     async def place(
-        self, items: Sequence[Prepared], token_ids: Sequence[int], tokenizer: Tokenizer, lease: Lease
+        self,
+        items: Sequence[Prepared],
+        token_ids: Sequence[int],
+        tokenizer: Tokenizer,
+        lease: Lease,
+        *,
+        as_pixels: bool = False,
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
         """The prompt with the items' tokens in place of their placeholders, and the items as the engine takes them.
+
+        as_pixels: leave the patches uint8, for an engine that normalises them itself.
 
         Raises:
             InvalidRequestError: the prompt's placeholders are not the items'.
             TooLargeError, BusyError: no room for their patches.
         """
         expanded = expand(token_ids, items, self.spec, tokenizer)
-        await lease.add(sum(4 * item.patches.nbytes for item in items))
-        return expanded.token_ids, await asyncio.to_thread(self._items, items, expanded.spans)
+        await lease.add(sum((1 if as_pixels else 4) * item.patches.nbytes for item in items))
+        return expanded.token_ids, await asyncio.to_thread(self._items, items, expanded.spans, as_pixels)
 
-    def _items(self, items: Sequence[Prepared], spans: Sequence[tuple[int, int]]) -> tuple[MediaItem, ...]:
+    def _items(
+        self, items: Sequence[Prepared], spans: Sequence[tuple[int, int]], as_pixels: bool
+    ) -> tuple[MediaItem, ...]:
         return tuple(
             MediaItem(
                 modality=item.modality,
-                patches=normalize(item.patches, self.spec),
+                patches=item.patches if as_pixels else normalize(item.patches, self.spec),
                 grid_thw=self.spec.grid_rows(item.grid_thw),
                 offset=offset,
                 length=length,
