@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
+from msaserve.gateway.chat_output import ChatOutput
 from msaserve.gateway.openai import (
     ChatChoice,
     ChatChunkChoice,
@@ -55,7 +57,7 @@ class Answer(ABC):
 
     @abstractmethod
     def chunk(self, choice: int, delta: Delta) -> Any:
-        """The choice object of a chunk."""
+        """The choice object of a chunk; None for no chunk."""
 
     @abstractmethod
     def whole(self, choice: int, text: str, tokens: Sequence[ShownToken], finish_reason: str | None) -> Any:
@@ -90,7 +92,9 @@ class Answer(ABC):
                     opening = self.opening(choice)
                     if opening is not None:
                         yield self._encode(self.chunk_object, [opening], pending_usage)
-                yield self._encode(self.chunk_object, [self.chunk(choice, delta)], pending_usage)
+                chunk = self.chunk(choice, delta)
+                if chunk is not None:
+                    yield self._encode(self.chunk_object, [chunk], pending_usage)
         if self.includes_usage:
             yield self._encode(self.chunk_object, [], _usage(generation))
         yield b"[DONE]"
@@ -107,21 +111,36 @@ class ChatAnswer(Answer):
     whole_object: ObjectName = "chat.completion"
     chunk_object: ObjectName = "chat.completion.chunk"
 
+    def __init__(self, tokenizer: Tokenizer, *, new_output: Callable[[], ChatOutput], **options: Any) -> None:
+        """new_output: what reads one choice. options: as Answer's."""
+        super().__init__(tokenizer, **options)
+        self._outputs: defaultdict[int, ChatOutput] = defaultdict(new_output)
+
     def opening(self, choice: int) -> ChatChunkChoice:
         return ChatChunkChoice(index=choice, delta=ChatMessage(role="assistant", content=""))
 
-    def chunk(self, choice: int, delta: Delta) -> ChatChunkChoice:
+    def chunk(self, choice: int, delta: Delta) -> ChatChunkChoice | None:
+        message, finish_reason = self._outputs[choice].push(delta.text, delta.finish_reason)
+        if message == ChatMessage() and not delta.tokens and finish_reason is None:
+            return None
         return ChatChunkChoice(
             index=choice,
-            delta=ChatMessage(content=delta.text or None),
+            delta=message,
             logprobs=self._logprobs(delta.tokens) if delta.tokens else None,
-            finish_reason=delta.finish_reason,
+            finish_reason=finish_reason,
         )
 
     def whole(self, choice: int, text: str, tokens: Sequence[ShownToken], finish_reason: str | None) -> ChatChoice:
+        assert finish_reason is not None
+        message, finish_reason = self._outputs[choice].push(text, finish_reason)
+        message.role = "assistant"
+        if message.content is msgspec.UNSET:
+            message.content = None if message.tool_calls or message.reasoning_content else ""
+        for call in message.tool_calls or ():
+            call.index = msgspec.UNSET
         return ChatChoice(
             index=choice,
-            message=ChatMessage(role="assistant", content=text),
+            message=message,
             logprobs=self._logprobs(tokens) if self.has_logprobs else None,
             finish_reason=finish_reason,
         )

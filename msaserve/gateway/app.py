@@ -27,8 +27,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from msaserve.config import GenerationDefaults
 from msaserve.errors import InvalidRequestError, MsaserveError, OverloadedError
 from msaserve.gateway.answer import Answer, ChatAnswer, CompletionAnswer
-from msaserve.gateway.chat import ChatTemplate, check_template_kwargs, thinking_kwargs
+from msaserve.gateway.chat import ChatTemplate, check_template_kwargs, thinking_kwargs, without_thinking
 from msaserve.gateway.chat import check_length as check_text_length
+from msaserve.gateway.chat_output import ChatOutput
 from msaserve.gateway.client import EngineClient
 from msaserve.gateway.media.pipeline import MediaPart, MediaPipeline
 from msaserve.gateway.openai import (
@@ -43,8 +44,10 @@ from msaserve.gateway.openai import (
     parse,
     sampling_params,
 )
+from msaserve.gateway.parsers.minimax_m3 import MARKER_TOKENS, thinking_mode
 from msaserve.gateway.stream import Generation
 from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.gateway.tools import tool_use
 from msaserve.gateway.transport import (
     ClientGoneError,
     EventStream,
@@ -157,18 +160,28 @@ class Gateway:
         self._check_model(asked.model)
         model = await self.model_info()
         sampling = sampling_params(asked, self._settings.defaults, model)
-        kwargs = thinking_kwargs(asked.thinking, asked.reasoning_effort)
+        tools = tool_use(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        kwargs = {**thinking_kwargs(asked.thinking, asked.reasoning_effort), **(asked.chat_template_kwargs or {})}
+        if tools.prefix:
+            kwargs = without_thinking(kwargs)
+            if asked.add_generation_prompt is False:
+                raise InvalidRequestError(
+                    "a tool call that is asked for needs add_generation_prompt", param="add_generation_prompt"
+                )
         parts: list[MediaPart] | None = [] if self._media is not None and model.supports_vision else None
-        token_ids = await self._encode_chat(asked, kwargs, model, len(body), parts)
+        token_ids = await self._encode_chat(asked, kwargs, tools.offered, model, len(body), parts)
+        thinking = thinking_mode(self._tokenizer.token_text(token_ids[-1]) if token_ids else "")
         async with AsyncExitStack() as stack:
             items: tuple[MediaItem, ...] = ()
             if self._media is not None and parts:
                 lease = await stack.enter_async_context(self._media.lease())
                 work = self._media.resolve(parts, token_ids, self._tokenizer, lease, as_pixels=model.takes_pixels)
                 token_ids, items = await until_disconnect(request.receive, work)
+            token_ids += self._tokenizer.encode(tools.prefix)
             check_length(len(token_ids), sampling.max_tokens, model, param="messages")
             answer = ChatAnswer(
                 self._tokenizer,
+                new_output=lambda: ChatOutput(tools, thinking),
                 model=self._settings.served_model_name,
                 has_logprobs=sampling.logprobs is not None,
                 includes_usage=asked.includes_usage,
@@ -226,7 +239,8 @@ class Gateway:
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if asked.messages is not None:
-            token_ids = await self._encode_chat(asked, {}, model, len(body))
+            offered = tool_use(asked.tools, None, None).offered
+            token_ids = await self._encode_chat(asked, asked.chat_template_kwargs or {}, offered, model, len(body))
         else:
             prompt = asked.prompt or ""
             add_special_tokens = asked.add_special_tokens is not False
@@ -282,6 +296,7 @@ class Gateway:
             self.metrics,
             arrival=arrival,
             skip_special_tokens=asked.skip_special_tokens is not False,
+            kept_tokens=MARKER_TOKENS if isinstance(asked, ChatRequest) else (),
         )
         if asked.stream:
             return EventStream(answer.stream(generation))
@@ -295,6 +310,7 @@ class Gateway:
         self,
         asked: ChatRequest | TokenizeRequest,
         kwargs: dict[str, Any],
+        tools: list[dict[str, Any]],
         model: ModelInfo,
         size: int,
         parts: list[MediaPart] | None = None,
@@ -304,15 +320,15 @@ class Gateway:
         if template is None:
             raise InvalidRequestError("this checkpoint has no chat template; use /v1/completions", param="messages")
         messages = chat_messages(asked.messages or [], parts)
-        given = asked.chat_template_kwargs or {}
-        check_template_kwargs(given)
+        check_template_kwargs(kwargs)
         add_generation_prompt = asked.add_generation_prompt is not False
         return await _run(
             lambda: template.encode(
                 self._tokenizer,
                 messages,
                 add_generation_prompt=add_generation_prompt,
-                kwargs={**kwargs, **given},
+                tools=tools,
+                kwargs=kwargs,
                 max_tokens=model.max_model_len - 1,
             ),
             size,

@@ -77,13 +77,14 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Raises InvalidRequestError when the template refuses the messages or fails on them."""
         arguments: dict[str, Any] = {
             **self._variables,
             "messages": messages,
-            "tools": None,
+            "tools": list(tools) or None,
             "add_generation_prompt": add_generation_prompt,
             **(kwargs or {}),
         }
@@ -98,6 +99,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
@@ -110,7 +112,7 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: the template fails, or there are more than max_tokens tokens and the text is long.
         """
-        strings = _strings(messages)
+        strings = _strings([*messages, *tools])
         if max_tokens is not None:
             for string in strings:
                 check_length(tokenizer, string, max_tokens, param="messages")
@@ -123,6 +125,7 @@ class ChatTemplate:
         text = self.render(
             guarded,
             add_generation_prompt=add_generation_prompt,
+            tools=[_guard(tokenizer, tool, guard, False) for tool in tools],
             kwargs=_guard(tokenizer, dict(kwargs or {}), guard, False),
         )
         if max_tokens is not None:
@@ -163,6 +166,16 @@ def thinking_kwargs(thinking: Any, reasoning_effort: Any) -> dict[str, Any]:
     return kwargs
 
 
+def without_thinking(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Template variables for an answer that begins with a tool call. Raises InvalidRequestError if it is to think."""
+    if kwargs.get("thinking_mode") == "enabled":
+        raise InvalidRequestError(
+            "with thinking enabled no tool call can be asked for: thinking comes first; use tool_choice auto",
+            param="tool_choice",
+        )
+    return {**kwargs, "thinking_mode": "disabled"}
+
+
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError for a variable that would replace the request itself."""
     for name in _RESERVED:
@@ -174,7 +187,7 @@ def _strings(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
-        return [s for v in value.values() for s in _strings(v)]
+        return [s for k, v in value.items() for s in (*_strings(k), *_strings(v))]
     if isinstance(value, Sequence):
         return [s for v in value for s in _strings(v)]
     return []
@@ -184,10 +197,28 @@ def _guard(tokenizer: Tokenizer, value: Any, guard: str, special_only: bool) -> 
     if isinstance(value, str):
         return tokenizer.guard(value, guard, special_only=special_only)
     if isinstance(value, Mapping):
-        return {k: v if k == "type" else _guard(tokenizer, v, guard, special_only) for k, v in value.items()}
+        return {k: _guard_member(tokenizer, k, v, guard, special_only) for k, v in value.items()}
     if isinstance(value, list):
         return [_guard(tokenizer, v, guard, special_only) for v in value]
     return value
+
+
+def _guard_member(tokenizer: Tokenizer, key: str, value: Any, guard: str, special_only: bool) -> Any:
+    if key == "type":
+        return value
+    # Below these a template reads no key: all of it is the user's, or copied from what the user said.
+    if key in ("arguments", "parameters"):
+        return _guard_all(tokenizer, value, guard)
+    return _guard(tokenizer, value, guard, special_only)
+
+
+def _guard_all(tokenizer: Tokenizer, value: Any, guard: str) -> Any:
+    """Keys too."""
+    if isinstance(value, Mapping):
+        return {tokenizer.guard(k, guard): _guard_all(tokenizer, v, guard) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_guard_all(tokenizer, v, guard) for v in value]
+    return tokenizer.guard(value, guard) if isinstance(value, str) else value
 
 
 def _to_json(

@@ -11,6 +11,7 @@ import msgspec
 from msaserve.config import GenerationDefaults
 from msaserve.errors import InvalidRequestError
 from msaserve.gateway.media.pipeline import PART_TYPES, MediaPart, parse_part
+from msaserve.gateway.tools import called_tools, in_call_order
 from msaserve.types import ModelInfo, SamplingParams
 
 MAX_CHOICES = 128
@@ -61,7 +62,7 @@ _MEDIA_PARTS = (
     "input_audio",
     "file",
 )
-_ROLES = ("system", "developer", "user", "assistant", "root")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "root")
 
 
 class StreamOptions(msgspec.Struct):
@@ -113,6 +114,9 @@ class ChatRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -122,6 +126,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
     return_token_strs: bool | None = None
 
 
@@ -142,7 +147,7 @@ def parse(body: bytes, kind: type[RequestT]) -> RequestT:
     if not isinstance(data, dict):
         raise InvalidRequestError("the request body must be a JSON object", code="invalid_json")
     for name, accepted in _REFUSED.items():
-        if name in data and data[name] not in accepted:
+        if name in data and name not in kind.__struct_fields__ and data[name] not in accepted:
             raise InvalidRequestError(
                 f"{name} is not supported by this version", param=name, code="unsupported_parameter"
             )
@@ -269,21 +274,31 @@ def chat_messages(messages: list[dict[str, Any]], media: list[MediaPart] | None 
     """
     if not messages:
         raise InvalidRequestError("messages must not be empty", param="messages")
-    return [_chat_message(i, message, media) for i, message in enumerate(messages)]
+    result, media_of = [], {}
+    for i, message in enumerate(messages):
+        own: list[MediaPart] | None = None if media is None else []
+        result.append(_chat_message(i, message, own))
+        media_of[id(result[-1])] = own or []
+    result = in_call_order(result)
+    if media is not None:
+        media += [part for message in result for part in media_of[id(message)]]
+    return result
 
 
 def _chat_message(number: int, message: Mapping[str, Any], media: list[MediaPart] | None) -> dict[str, Any]:
     where = f"messages[{number}]"
     role = message.get("role")
-    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
+    if role == "function" or message.get("function_call"):
         raise InvalidRequestError(
-            f"{where}: tool calls are not supported by this version", param=where, code="unsupported_parameter"
+            f"{where}: function calls are not supported; use tools", param=where, code="unsupported_parameter"
         )
     if role not in _ROLES:
         raise InvalidRequestError(
             f"{where}.role must be one of {', '.join(_ROLES)}, not {role!r}", param=f"{where}.role"
         )
     content = message.get("content")
+    if content is None and role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
+        content = ""
     if isinstance(content, list):
         content = [_part(f"{where}.content[{i}]", part, media) for i, part in enumerate(content)]
     elif not isinstance(content, str):
@@ -295,6 +310,14 @@ def _chat_message(number: int, message: Mapping[str, Any], media: list[MediaPart
             if not isinstance(value, str):
                 raise InvalidRequestError(f"{where}.{key} must be text", param=f"{where}.{key}")
             result[key] = value
+    if message.get("tool_calls"):
+        if role != "assistant":
+            raise InvalidRequestError(f"{where}: only the assistant calls tools", param=f"{where}.tool_calls")
+        result["tool_calls"] = called_tools(f"{where}.tool_calls", message["tool_calls"])
+    if role == "tool":
+        result["tool_call_id"] = message.get("tool_call_id")
+        if not isinstance(result["tool_call_id"], str):
+            raise InvalidRequestError(f"{where}.tool_call_id must be text", param=f"{where}.tool_call_id")
     return result
 
 
@@ -395,9 +418,27 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
+class FunctionCall(msgspec.Struct):
+    arguments: str = ""
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolCall(msgspec.Struct):
+    """A call, or in a delta what a call gained: then it has an index, and an id, a type and a name at its beginning."""
+
+    function: FunctionCall
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class ChatMessage(msgspec.Struct, omit_defaults=True):
+    """A message, or in a delta what it gained. The content of a message is null if it has none."""
+
     role: str | None = None
-    content: str | None = None
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

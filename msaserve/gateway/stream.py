@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -70,8 +70,17 @@ class StopMatcher:
 class OutputText:
     """One output of a request: its tokens so far, and the text of them that is sure to be shown."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, *, skip_special_tokens: bool = True) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        *,
+        skip_special_tokens: bool = True,
+        kept_tokens: Collection[str] = (),
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, kept_tokens=kept_tokens
+        )
         self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
         self._min_tokens = sampling.min_tokens
         self._held = ""
@@ -151,8 +160,12 @@ class Generation:
         *,
         arrival: float,
         skip_special_tokens: bool = True,
+        kept_tokens: Collection[str] = (),
     ) -> None:
-        """requests: one per prompt, all with the same sampling. arrival: on time.perf_counter's clock, in seconds."""
+        """requests: one per prompt, all with the same sampling. arrival: on time.perf_counter's clock, in seconds.
+
+        kept_tokens: special tokens that are shown all the same.
+        """
         sampling = requests[0].sampling
         self._client = client
         self._metrics = metrics
@@ -164,7 +177,7 @@ class Generation:
         self._requests = [one for request in requests for one in _split(request)] if sampling.stop else requests
         self._readers: list[asyncio.Task[None]] = []
         self.outputs = [
-            OutputText(tokenizer, sampling, skip_special_tokens=skip_special_tokens)
+            OutputText(tokenizer, sampling, skip_special_tokens=skip_special_tokens, kept_tokens=kept_tokens)
             for _ in range(len(requests) * sampling.n)
         ]
 

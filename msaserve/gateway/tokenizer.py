@@ -6,7 +6,7 @@ import codecs
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +126,9 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids
+    def special_ids(self, *, kept: Collection[str] = ()) -> frozenset[int]:
+        """Ids of the special tokens but the `kept` ones."""
+        return self._special_ids - {self._tokenizer.token_to_id(token) for token in kept}
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Bytes that are no UTF-8 become U+FFFD."""
@@ -138,13 +139,16 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Tokens of one output in, text out as soon as its characters are whole. Its pieces join to Tokenizer.decode."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, kept_tokens: Collection[str] = ()
+    ) -> None:
+        """kept_tokens: shown even if they are special."""
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped_ids = tokenizer.special_ids(kept=kept_tokens) if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+        if token_id in self._skipped_ids:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 

@@ -15,6 +15,15 @@ from msaserve.gateway.parsers.tool_calls import ToolCalls
 
 THINK_OPENER = "<mm:think>"
 THINK_CLOSER = "</mm:think>"
+MARKER_TOKENS = (THINK_OPENER, THINK_CLOSER, NS, "<tool_call>", "</tool_call>")
+"""Tokens that the parser must see, whether a tokenizer calls them special or not."""
+
+
+def thinking_mode(last_token: str) -> ThinkingMode:
+    """How an output begins whose prompt ends with this token."""
+    if last_token == THINK_OPENER:
+        return "enabled"
+    return "disabled" if last_token == THINK_CLOSER else "adaptive"
 
 
 def new_call_id() -> str:
