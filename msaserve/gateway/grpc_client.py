@@ -49,8 +49,7 @@ class Worker:
     """Sampling of requests that say nothing."""
     block_size: int
     encoder_dtype: str
-    normalizes: bool
-    """It takes pixels as uint8 and normalises them itself."""
+    """Of patches that are normalised here, because it takes no pixels."""
     shares_memory: bool
     """It sees this process's shared memory."""
 
@@ -95,12 +94,11 @@ class GrpcClient:
             server = await _answer(self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=_CALL_SECONDS))
             token_ids = _media_token_ids(await self.files()) if model.supports_vision else {}
             self._worker = Worker(
-                info=convert.info_from_proto(model, token_ids),
+                info=convert.info_from_proto(model, token_ids, takes_pixels=server.mm_device_do_normalize),
                 served_model_name=model.served_model_name,
                 defaults=_defaults(model.default_sampling_params_json, tuple(model.eos_token_ids)),
                 block_size=server.block_size,
                 encoder_dtype="bfloat16" if server.multimodal_encoder_dtype == "bfloat16" else "float32",
-                normalizes=server.mm_device_do_normalize,
                 shares_memory=self._uses_shm and server.shm_namespace_id == shm.namespace_id() != "",
             )
         return self._worker
