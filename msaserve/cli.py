@@ -1,11 +1,9 @@
-"""The command line: serve, generate, check. Importing this loads no torch; commands load what they need."""
+"""The command line: serve, worker, gateway, generate, check. Importing this loads no torch; commands load what they need."""
 
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,16 +14,15 @@ import msgspec
 import tyro
 
 import msaserve
-from msaserve import env
 from msaserve.config import EngineConfig, ModelConfig
 from msaserve.errors import InvalidRequestError, MsaserveError
-from msaserve.gateway.app import GatewaySettings, create_app
+from msaserve.gateway.app import create_app
 from msaserve.gateway.chat import ChatTemplate
-from msaserve.gateway.media.pipeline import MediaPipeline
-from msaserve.gateway.media.spec import find_spec
-from msaserve.gateway.server import BindError, bind, run, run_loop
+from msaserve.gateway.command import Gateway, HttpOptions, curl
+from msaserve.gateway.media.options import MediaOptions
+from msaserve.gateway.server import BindError, run, run_loop
 from msaserve.gateway.tokenizer import Tokenizer
-from msaserve.observe.log import configure_logging
+from msaserve.worker.command import Worker
 
 GIB = 2**30
 
@@ -40,47 +37,17 @@ class Serve:
     checkpoint: Checkpoint
     """Directory of config.json, weights, tokenizer.json and chat template."""
     engine: EngineOptions = field(default_factory=EngineConfig)
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = 8000
-    """0 takes a free one."""
-    api_key: str | None = None
-    """Ask clients for this key. Default: the environment variable MSASERVE_API_KEY, if it is set."""
-    served_model_name: str | None = None
-    """What clients call the model. Default: the directory's name."""
-    drain_seconds: int = 60
-    """On SIGTERM or SIGINT: how long requests in flight may go on. A second signal ends the server at once."""
-    max_body_mib: int = 64
-    """Largest request body."""
-    media_hosts: tuple[str, ...] = ()
-    """Fetch pictures and clips from these hosts and the ones below them only. Default: from any public one."""
-    media_private_hosts: bool = False
-    """Fetch from private and loopback addresses too: for closed networks."""
-    media_processes: int | None = None
-    """Processes that decode pictures and clips. Default: one per core."""
-    access_log: bool = False
-    """One line on standard error for every request."""
+    media: Annotated[MediaOptions, tyro.conf.arg(name="")] = field(default_factory=MediaOptions)
+    http: Annotated[HttpOptions, tyro.conf.arg(name="")] = field(default_factory=HttpOptions)
 
     def run(self) -> int:
-        configure_logging(access_log=self.access_log)
-        api_key = self.api_key or env.api_key()
-        if not _is_loopback(self.host) and api_key is None:
-            print(
-                f"msaserve: warning: {self.host} is reachable from elsewhere and there is no --api-key", file=sys.stderr
-            )
         # What fails fast comes first: the address, the small files, then the weights.
-        listener = bind(self.host, self.port)
+        listener = self.http.listen()
         config = ModelConfig.from_checkpoint(self.checkpoint)
         tokenizer = Tokenizer.load(self.checkpoint)
         template = ChatTemplate.load(self.checkpoint)
-        settings = GatewaySettings(
-            served_model_name=self.served_model_name or self.checkpoint.resolve().name,
-            defaults=config.generation,
-            api_key=api_key,
-            max_body_bytes=self.max_body_mib * 2**20,
-        )
-
-        media_source = find_spec(self.checkpoint)
+        settings = self.http.settings(self.checkpoint.resolve().name, config.generation)
+        media = self.media.pipeline(self.checkpoint)
 
         from msaserve.engine.async_engine import AsyncEngine
         from msaserve.engine.engine import Engine
@@ -91,25 +58,15 @@ class Serve:
         def on_ready() -> None:
             host, port = listener.getsockname()[:2]
             print(
-                f"msaserve: {settings.served_model_name} is ready; try\n{_curl(host, port, settings, template)}",
+                f"msaserve: {settings.served_model_name} is ready; try\n{curl(host, port, settings, template)}",
                 flush=True,
             )
 
         async def run_all() -> None:
             client = InProcessClient(AsyncEngine(engine))
             try:
-                media = (
-                    None
-                    if media_source is None
-                    else MediaPipeline(
-                        media_source,
-                        allowed_hosts=self.media_hosts or None,
-                        allows_private=self.media_private_hosts,
-                        num_processes=self.media_processes,
-                    )
-                )
                 app = create_app(client, tokenizer, template, settings, media)
-                await run(app, listener, drain_seconds=self.drain_seconds, on_ready=on_ready, cut=client.close)
+                await run(app, listener, drain_seconds=self.http.drain_seconds, on_ready=on_ready, cut=client.close)
             finally:
                 await client.close()
 
@@ -246,8 +203,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"msaserve {msaserve.__version__}")
         return 0
     try:
-        command: Serve | Generate | Check = tyro.cli(
+        command: Serve | Worker | Gateway | Generate | Check = tyro.cli(
             Annotated[Serve, tyro.conf.subcommand("serve")]
+            | Annotated[Worker, tyro.conf.subcommand("worker")]
+            | Annotated[Gateway, tyro.conf.subcommand("gateway")]
             | Annotated[Generate, tyro.conf.subcommand("generate")]
             | Annotated[Check, tyro.conf.subcommand("check")],
             prog="msaserve",
@@ -266,27 +225,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(message: str, code: int) -> int:
     print(f"msaserve: error: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-def _curl(host: str, port: int, settings: GatewaySettings, template: ChatTemplate | None) -> str:
-    """A command that asks the server something."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    host = f"[{host}]" if ":" in host else host
-    body: dict[str, object] = {"model": settings.served_model_name, "max_tokens": 32}
-    if template is None:
-        path, body["prompt"] = "completions", "Hello"
-    else:
-        path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello"}]
-    key = "" if settings.api_key is None else ' -H "Authorization: Bearer $MSASERVE_API_KEY"'
-    data = shlex.quote(json.dumps(body))
-    return f"  curl http://{host}:{port}/v1/{path} -H 'Content-Type: application/json'{key} -d {data}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _size(num_bytes: int) -> str:

@@ -22,6 +22,7 @@ from msaserve.config import GenerationDefaults
 from msaserve.errors import InvalidRequestError, MsaserveError, OverloadedError
 from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
+from msaserve.gateway.media.options import MediaOptions
 from msaserve.gateway.router import Policy, Router
 from msaserve.gateway.server import bind, run, run_loop
 from msaserve.gateway.tokenizer import Tokenizer
@@ -83,6 +84,7 @@ class Gateway:
     worker: Annotated[tuple[str, ...], tyro.conf.arg(metavar="grpc://HOST:PORT [grpc://HOST:PORT ...]")]
     """Workers, all of one model."""
     http: Annotated[HttpOptions, tyro.conf.arg(name="")] = field(default_factory=HttpOptions)
+    media: Annotated[MediaOptions, tyro.conf.arg(name="")] = field(default_factory=MediaOptions)
     policy: Policy = "prefix"
     """Which of several workers takes a request: the one that knows most of its prompt, unless it is busy; the one with
     the fewest requests; or the next in turn."""
@@ -118,10 +120,11 @@ class Gateway:
                 directory = Path(name)
                 await first.save_files(directory)
                 tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)
+                media = self.media.pipeline(directory)
             settings = self.http.settings(worker.served_model_name, worker.defaults)
             if len(clients) > 1:
                 client = Router(list(zip(self.worker, clients, strict=True)), policy=self.policy)
-            app = create_app(client, tokenizer, template, settings)
+            app = create_app(client, tokenizer, template, settings, media)
 
             def on_ready() -> None:
                 host, port = listener.getsockname()[:2]
@@ -165,7 +168,7 @@ class Gateway:
                 print(f"{address}\n  cannot be used: {error}")
             else:
                 info = worker.info
-                patches = "uint8, normalised by the worker" if worker.normalizes else worker.encoder_dtype
+                patches = "uint8, normalised by the worker" if info.takes_pixels else worker.encoder_dtype
                 print(
                     f"{address}\n"
                     f"  model           {self.http.served_model_name or worker.served_model_name} ({info.model_type})\n"

@@ -1,0 +1,35 @@
+"""What a server's command line says of media."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from msaserve.gateway.media.pipeline import MediaPipeline
+from msaserve.gateway.media.spec import find_spec
+
+
+@dataclass(frozen=True)
+class MediaOptions:
+    media_hosts: tuple[str, ...] = ()
+    """Fetch pictures and clips from these hosts and the ones below them only. Default: from any public one."""
+    media_private_hosts: bool = False
+    """Fetch from private and loopback addresses too: for closed networks."""
+    media_processes: int | None = None
+    """Processes that decode pictures and clips. Default: one per core."""
+
+    def pipeline(self, checkpoint: Path) -> MediaPipeline | None:
+        """For a checkpoint directory (its small files are enough); None if no spec takes it.
+
+        Raises:
+            CheckpointError: its configuration cannot be read.
+        """
+        source = find_spec(checkpoint)
+        if source is None:
+            return None
+        return MediaPipeline(
+            source,
+            allowed_hosts=self.media_hosts or None,
+            allows_private=self.media_private_hosts,
+            num_processes=self.media_processes,
+        )
