@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from msaserve.errors import InvalidRequestError
+from msaserve.gateway.media.pipeline import MediaPart
+from msaserve.gateway.openai import chat_messages
 from msaserve.gateway.tools import called_tools, in_call_order, tool_use
 
 
@@ -127,6 +129,19 @@ def result(call_id: str) -> dict[str, Any]:
 
 
 USER = {"role": "user", "content": "u"}
+
+
+def test_pictures_follow_their_results() -> None:
+    def shown(call_id: str) -> dict[str, Any]:
+        url = f"https://example.org/{call_id}.png"
+        return {**result(call_id), "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+    called = [{"id": i, "function": {"name": "f"}} for i in ("a", "b")]
+    media: list[MediaPart] = []
+    messages = [{"role": "assistant", "tool_calls": called}, shown("b"), shown("a")]
+    got = chat_messages(messages, media)
+    assert [m.get("tool_call_id") for m in got] == [None, "a", "b"]
+    assert [part.url for part in media] == ["https://example.org/a.png", "https://example.org/b.png"]
 
 
 def test_results_come_in_the_order_of_the_calls() -> None:

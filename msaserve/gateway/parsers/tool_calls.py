@@ -20,6 +20,7 @@ _BLOCK_END = "</tool_call>"
 _BARE_TAGS = ("<invoke", _BLOCK_END)
 """Understood without an NS where only they can stand."""
 _MAX_BARE_KEY_CHARS = 128
+_MAX_REASON_CHARS = 200
 _NO_SCHEMA = ToolSchema(None)
 
 
@@ -316,4 +317,4 @@ class ToolCalls:
 
     def _report(self, reason: str, raw: str, index: int | None = None) -> None:
         if raw:
-            self._events.append(Malformed(reason, raw, index))
+            self._events.append(Malformed(reason[:_MAX_REASON_CHARS], raw, index))

@@ -274,6 +274,13 @@ def test_what_is_no_call_is_text(text: str) -> None:
     assert (got.content, got.calls) == (text, [])
 
 
+def test_a_reason_is_short_and_one_line() -> None:
+    got = read(f'{NS}<invoke name="write">{NS}<path>p{NS}</{"x" * 500}>{NS}</invoke>')
+    assert len(got.malformed[0].reason) == 200
+    got = read(f'{NS}<invoke name="write">{NS}<path>p{NS}</a\nb>{NS}</invoke>')
+    assert got.malformed[0].reason == f"'{NS}</a\\nb>' closes nothing"
+
+
 def test_talk_of_the_format_does_not_end_reasoning() -> None:
     got = read(f"<mm:think>I open with {NS}<tool_call> and so on</mm:think>done")
     assert (got.reasoning, got.content) == (f"I open with {NS}<tool_call> and so on", "done")
