@@ -1,4 +1,4 @@
-"""The command line: serve, worker, gateway, generate, check. Importing this loads no torch; commands load what they need."""
+"""The command line. Importing this loads no torch; commands load what they need."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import tyro
 
 import msaserve
 from msaserve.config import EngineConfig, ModelConfig
-from msaserve.errors import InvalidRequestError, MsaserveError
+from msaserve.errors import CheckpointError, InvalidRequestError, MsaserveError
 from msaserve.gateway.app import create_app
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.command import Gateway, HttpOptions, curl
 from msaserve.gateway.media.options import MediaOptions
-from msaserve.gateway.server import BindError, run, run_loop
+from msaserve.gateway.server import run, run_loop
 from msaserve.gateway.tokenizer import Tokenizer
 from msaserve.worker.command import Worker
 
@@ -214,10 +214,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             args=arguments,
         )
         return command.run()
-    except BindError as error:
-        return _fail(str(error), 1)
-    except MsaserveError as error:
+    except (CheckpointError, InvalidRequestError) as error:
         return _fail(str(error), 2)
+    except MsaserveError as error:
+        return _fail(str(error), 1)
     except KeyboardInterrupt:
         return 130
 

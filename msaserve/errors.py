@@ -38,6 +38,10 @@ class EngineError(MsaserveError):
     """A request failed inside the engine through no fault of its sender. HTTP 500."""
 
 
+class AddressError(MsaserveError):
+    """A worker's address that cannot be listened on: in use, or not this machine's."""
+
+
 class CheckpointError(MsaserveError, ValueError):
     """A checkpoint directory that cannot be served: missing, truncated, of another model, or with wrong tensors."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from msaserve.config import EngineConfig, ModelConfig
-from msaserve.errors import InvalidRequestError
+from msaserve.errors import AddressError, InvalidRequestError
 from msaserve.observe.log import configure_logging
 
 
@@ -37,7 +38,9 @@ class Worker:
             raise InvalidRequestError(f"--grpc takes HOST:PORT, not {self.grpc!r}", param="grpc")
         if not _is_loopback(host.strip("[]")):
             print(f"msaserve: warning: whoever reaches {self.grpc} may use the worker", file=sys.stderr)
-        ModelConfig.from_checkpoint(self.checkpoint)  # what fails fast comes first
+        # What fails fast comes first: the address, the small files, then the weights.
+        _check_free(host.strip("[]"), int(port))
+        ModelConfig.from_checkpoint(self.checkpoint)
 
         from msaserve.engine.async_engine import AsyncEngine
         from msaserve.engine.engine import Engine
@@ -61,6 +64,15 @@ class Worker:
         else:
             uvloop.run(run_all())
         return 0
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raises AddressError when the address cannot be listened on now."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise AddressError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def _is_loopback(host: str) -> bool:

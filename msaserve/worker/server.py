@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2_grpc as services
 
 from msaserve.engine.async_engine import AsyncEngine
-from msaserve.errors import MsaserveError
+from msaserve.errors import AddressError
 from msaserve.rpc.protocol import SERVER_OPTIONS, SERVICE
 from msaserve.worker.served import ServedModel
 from msaserve.worker.servicer import Servicer
@@ -26,10 +26,6 @@ _RATE_WINDOW = 10
 """Observations over which the rate of output is taken."""
 _END_SECONDS = 2
 """What calls that were aborted have to hear of it."""
-
-
-class AddressError(MsaserveError):
-    """The address cannot be listened on."""
 
 
 class WorkerServer:
