@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -12,9 +13,14 @@ import torch
 from msaserve.ops.dispatch import Impl
 
 
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 def why_not_triton(x: torch.Tensor) -> str | None:
     """None if plain Triton kernels run there: on a card of compute capability 8 or more, or in the interpreter."""
-    if find_spec("triton") is None:
+    if not has_triton():
         return "Triton is not installed"
     if x.is_cuda:
         capability = torch.cuda.get_device_capability(x.device)

@@ -17,6 +17,12 @@ from msaserve.ops.remap import BlockQueries
 from msaserve.ops.triton_ragged import query_tile
 
 
+MIN_SHARED = 4
+"""Queries of a tile that must have chosen a block for the tile to share it, and"""
+MIN_BLOCKS = 3
+"""blocks that a tile must share for its own start and end to be worth it."""
+
+
 @triton.jit
 def _popcount(x):
     """Set bits of each int32, taken as 32 bits."""
@@ -92,6 +98,54 @@ def _mark_kernel(
 
 
 @triton.jit
+def _shared_by_tile(chosen_by, i, live, TILE: tl.constexpr, MIN_SHARED: tl.constexpr):
+    """The bits of the i-th tile of each word, and whether its queries share the block well enough.
+
+    A quarter of a tile is one running softmax: it costs the same for one query that chose the block as for all.
+    """
+    TILE_MASK: tl.constexpr = (1 << TILE) - 1 if TILE < 32 else -1
+    QUARTER_MASK: tl.constexpr = (1 << (TILE // 4)) - 1
+    queries = (chosen_by >> (i * TILE)) & TILE_MASK
+    quarters = tl.zeros_like(queries)
+    for j in tl.static_range(4):
+        quarters += (((queries >> (j * (TILE // 4))) & QUARTER_MASK) != 0).to(tl.int32)
+    return queries, live & (_popcount(queries) >= tl.maximum(2 * quarters, MIN_SHARED))
+
+
+@triton.jit
+def _share_kernel(
+    seq_lens,
+    cu_query_lens,
+    bitmap,
+    tile_totals,
+    max_blocks,
+    words_total,
+    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_SHARED: tl.constexpr,
+):
+    """How many blocks each tile of neighbours would share."""
+    groups = (max_blocks + ROWS - 1) // ROWS
+    request = tl.program_id(0) // groups
+    n = tl.program_id(0) % groups * ROWS + tl.arange(0, ROWS)
+    start = tl.load(cu_query_lens + request)
+    words = (tl.load(cu_query_lens + request + 1) - start + 31) // 32
+    first_word = tl.program_id(1).to(tl.int64) * words_total + start // 32 + request
+    is_whole = ((n < max_blocks) & ((n + 1) * BLOCK <= tl.load(seq_lens + request)))[:, None]
+    for w in range(0, words, WORDS):
+        word = w + tl.arange(0, WORDS)
+        live = is_whole & (word < words)[None, :]
+        at = bitmap + first_word * max_blocks + n[:, None] * words + word[None, :]
+        chosen_by = tl.load(at, mask=live, other=0)
+        for i in tl.static_range(32 // TILE):
+            _queries, shared = _shared_by_tile(chosen_by, i, live, TILE, MIN_SHARED)
+            tile = (first_word + word[None, :]) * (32 // TILE) + i + n[:, None] * 0
+            tl.atomic_add(tile_totals + tile, 1, mask=shared, sem="relaxed")
+
+
+@triton.jit
 def _rows_kernel(
     block_table,
     seq_lens,
@@ -101,6 +155,7 @@ def _rows_kernel(
     counts,
     cursors,
     items,
+    tile_totals,
     tile_counts,
     tile_blocks,
     B,
@@ -117,10 +172,9 @@ def _rows_kernel(
     ALIGN: tl.constexpr,
     PLAN: tl.constexpr,
     TILE: tl.constexpr,
-    TILE_MASK: tl.constexpr,
-    QUARTER_MASK: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     MIN_SHARED: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
 ):
     """Bits before each word of its row, and the row's count; for a plan the row's start and its work items too."""
     groups = (max_blocks + ROWS - 1) // ROWS
@@ -134,6 +188,7 @@ def _rows_kernel(
     words = (stop - start + 31) // 32
     first_word = head.to(tl.int64) * words_total + start // 32 + request
     base = first_word * max_blocks + n[:, None] * words
+    is_whole = ((n + 1) * BLOCK <= seq_len)[:, None]
     total = tl.zeros([ROWS], tl.int32)
     ends = ()
     for part in tl.static_range(PARTS):
@@ -143,24 +198,22 @@ def _rows_kernel(
             live = (n < max_blocks)[:, None] & (word < words)[None, :]
             chosen_by = tl.load(bitmap + base + word[None, :], mask=live, other=0)
             if TILE > 0:
-                # blocks that many of a tile of neighbours chose leave the rows for the tile's list
-                seen_whole = (n + 1) * BLOCK <= seq_len
+                rest = chosen_by
                 for i in tl.static_range(32 // TILE):
-                    queries = (chosen_by >> (i * TILE)) & TILE_MASK
-                    warpgroups = tl.zeros([ROWS, WORDS], tl.int32)
-                    for j in tl.static_range(4):
-                        warpgroups += (((queries >> (j * (TILE // 4))) & QUARTER_MASK) != 0).to(tl.int32)
-                    enough = _popcount(queries) >= tl.maximum(2 * warpgroups, MIN_SHARED)
-                    shared = live & enough & seen_whole[:, None]
+                    queries, shared = _shared_by_tile(chosen_by, i, live & is_whole, TILE, MIN_SHARED)
                     tile = (first_word + word[None, :]) * (32 // TILE) + i + n[:, None] * 0
+                    shared = shared & (tl.load(tile_totals + tile, mask=shared, other=0) >= MIN_BLOCKS)
                     slot = tl.atomic_add(tile_counts + tile, 1, mask=shared, sem="relaxed")
                     at = tile_blocks + (tile * TILE_BLOCKS + slot) * 2
                     tl.store(at, n[:, None] + word[None, :] * 0, mask=shared)
                     tl.store(at + 1, queries, mask=shared)
-                    chosen_by = tl.where(shared, chosen_by ^ (queries << (i * TILE)), chosen_by)
-                tl.store(bitmap + base + word[None, :], chosen_by, mask=live)
+                    rest = tl.where(shared, rest ^ (queries << (i * TILE)), rest)
+                tl.store(bitmap + base + word[None, :], rest, mask=live & (rest != chosen_by))
+                chosen_by = rest
             bits = _popcount(chosen_by)
-            tl.store(before + base + word[None, :], tl.cumsum(bits, 1) - bits + total[:, None], mask=live)
+            # only words with a bit are ever looked up
+            place = tl.cumsum(bits, 1) - bits + total[:, None]
+            tl.store(before + base + word[None, :], place, mask=live & (chosen_by != 0))
             total += tl.sum(bits, 1)
         ends = ends + (total,)
     row = head * B * max_blocks + request * max_blocks + n
@@ -345,8 +398,10 @@ def _launch(
     words_total = num_tokens // 32 + batch
     num_words = num_heads * words_total * max_blocks
     num_tiles = words_total * (32 // tile) if tile else 0
-    zeros = torch.zeros(num_words + num_heads * (1 + num_tiles) + parts + 1, dtype=torch.int32, device=device)
-    bitmap, cursors, tile_counts = zeros.split([num_words, num_heads + parts + 1, num_heads * num_tiles])
+    zeros = torch.zeros(num_words + num_heads * (1 + 2 * num_tiles) + parts + 1, dtype=torch.int32, device=device)
+    bitmap, cursors, tile_totals, tile_counts = zeros.split(
+        [num_words, num_heads + parts + 1, num_heads * num_tiles, num_heads * num_tiles]
+    )
     before = torch.empty_like(bitmap)
     num_rows = batch * max_blocks
     starts = torch.empty((num_heads, num_rows + (not is_plan)), dtype=torch.int32, device=device)
@@ -362,8 +417,7 @@ def _launch(
         full = num_heads * (part_entries // item + min(num_rows, part_entries))
         tail = num_heads * (num_tokens // item + min(batch, num_tokens) * parts)
     items = torch.empty((parts * full + tail, 8), dtype=torch.int32, device=device)
-    min_shared = 4
-    tile_blocks = triton.next_power_of_2(max(1, tile * topk // min_shared))
+    tile_blocks = triton.next_power_of_2(max(1, tile * topk // MIN_SHARED))
     blocks = torch.empty((num_heads, num_tiles, tile_blocks, 2), dtype=torch.int32, device=device)
     places = torch.empty((num_heads, num_tokens if tile else 0), dtype=torch.int32, device=device)
     part_ids = torch.full((num_heads, num_tokens if tile else 0, topk), -1, dtype=torch.int32, device=device)
@@ -381,6 +435,20 @@ def _launch(
         block_ids, *where, bitmap, batch, max_blocks, words_total, *strides, **shared
     )  # fmt: skip
     rows = 1024 // words
+    if tile:
+        _share_kernel[(batch * -(-max_blocks // rows), num_heads)](
+            *where,
+            bitmap,
+            tile_totals,
+            max_blocks,
+            words_total,
+            BLOCK=block_size,
+            WORDS=words,
+            ROWS=rows,
+            TILE=tile,
+            MIN_SHARED=MIN_SHARED,
+            num_warps=4,
+        )
     _rows_kernel[(batch * -(-max_blocks // rows), num_heads)](
         block_table if block_table is not None else cu_query_lens,
         *where,
@@ -389,6 +457,7 @@ def _launch(
         starts,
         cursors,
         items,
+        tile_totals,
         tile_counts,
         blocks,
         batch,
@@ -405,10 +474,9 @@ def _launch(
         ALIGN=align,
         PLAN=is_plan,
         TILE=tile,
-        TILE_MASK=(1 << tile) - 1 if tile < 32 else -1,
-        QUARTER_MASK=(1 << tile // 4) - 1,
         TILE_BLOCKS=tile_blocks,
-        MIN_SHARED=min_shared,
+        MIN_SHARED=MIN_SHARED,
+        MIN_BLOCKS=MIN_BLOCKS,
         num_warps=4,
     )
     if not is_plan:

@@ -183,7 +183,6 @@ def _attend(
                 partial_out + (part * G + out_row % G)[:, None] * D + column[None, :],
                 gl.convert_layout(scaled.to(partial_out.dtype.element_ty), out_layout),
                 mask=(out_at < hi)[:, None],
-                eviction_policy="evict_first",
             )
         mbarrier.arrive(kv_empty.index(stage), count=1)
         done += tiles
@@ -356,7 +355,7 @@ def sparse_attend(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     item: int = 128,
-    parts: int | None = None,
+    parts: int = 1,
     share: bool = True,
 ) -> torch.Tensor:
     return triton_kv_major.sparse_attend(

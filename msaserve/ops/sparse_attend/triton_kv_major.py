@@ -21,8 +21,6 @@ from msaserve.ops.remap.triton import plan
 
 PARTIAL_BYTES = 2 << 30
 """Bound on the partial outputs held at once."""
-PART_BYTES = 8 << 20
-"""Queries of one head that stay in L2 while the blocks pass by."""
 
 
 @triton.jit
@@ -192,13 +190,6 @@ def attend_items(
     )
 
 
-def parts_of(num_tokens: int, topk: int, num_blocks: int, batch: int, query_bytes: int) -> int:
-    """Into how many stretches to cut the queries: few enough for L2, with enough of them left for each block."""
-    if batch != 1:
-        return 1
-    return max(1, min(4, num_tokens * query_bytes // PART_BYTES, num_tokens * topk // (num_blocks * 32)))
-
-
 def sparse_attend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -214,7 +205,7 @@ def sparse_attend(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     item: int = 128,
-    parts: int | None = None,
+    parts: int = 1,
     full_blocks: AttendItems | None = None,
     shared_blocks: AttendShared | None = None,
 ) -> torch.Tensor:
@@ -238,8 +229,6 @@ def sparse_attend(
         if end - first < num_tokens:
             lens, cu = slice_rows(seq_lens, cu_query_lens, first, end)
         ids = block_ids[:, first:end]
-        if parts is None:
-            parts = parts_of(end - first, topk, max_blocks, batch, group * dim * q.element_size())
         work = plan(
             ids,
             block_table,
