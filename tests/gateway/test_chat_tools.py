@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine import FakeClient, serve
+from fake_engine import TINY, FakeClient, serve
 
+from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.parsers.minimax_m3 import MARKER_TOKENS
 from msaserve.gateway.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -216,6 +217,29 @@ def test_kept_tokens_are_shown_even_if_special(tokenizer: Tokenizer) -> None:
     shown = IncrementalDetokenizer(tokenizer, kept_tokens=["]~b]", "no such token"])
     assert "".join(map(shown.push, ids)) == "a]~b]b<mm:think>"
     assert set(MARKER_TOKENS) >= {"<mm:think>", "</mm:think>", NS}
+
+
+async def test_markers_are_parsed_even_if_special() -> None:
+    definition = json.loads((TINY / "tokenizer.json").read_text())
+    for token in definition["added_tokens"]:
+        token["special"] = True
+    tokenizer, engine = Tokenizer(json.dumps(definition), {}), FakeClient()
+    engine.script = tokenizer.encode("<mm:think>r</mm:think>c]~b]")
+    app = create_app(engine, tokenizer, ChatTemplate(TEMPLATE), GatewaySettings("tiny"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        answer = (await http.post("/v1/chat/completions", json={"messages": USER})).json()
+    message = answer["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "c", "reasoning_content": "r"}
+
+
+def test_every_chunk_says_something(client: openai.OpenAI, say: Any) -> None:
+    say(f"<mm:think>look</mm:think>so{TWO_CALLS}")
+    first, *others, last = create(client, stream=True, tools=[WEATHER, CLOCK])
+    assert first.choices[0].delta.role == "assistant"
+    assert last.choices[0].finish_reason == "tool_calls"
+    for chunk in others:
+        delta = chunk.choices[0].delta
+        assert delta.content or delta.tool_calls or delta.reasoning_content
 
 
 def test_an_answer_that_is_cut_off_in_a_call(client: openai.OpenAI, engine: FakeClient, say: Any) -> None:
