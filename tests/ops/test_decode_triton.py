@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from msaserve import ops
+from msaserve.ops.dense_attend import decode_triton as dense
 from msaserve.ops.select_blocks import decode_triton as select
 from msaserve.ops.sparse_attend import decode_triton as attend
 
@@ -164,11 +165,35 @@ def test_attention_scales_keys_and_values() -> None:
     assert relative_error(got, case.attend(ids, "reference", **scales)) < 1e-3
 
 
+def test_8_bit_caches() -> None:
+    """Keys and values of 8 bits are widened; the index keys, small integers, are exact in them."""
+    case = batch([(1, 300), (2, 130)])
+    wide = {name: getattr(case, name).nan_to_num(0).clamp(-2, 2) for name in ("k_cache", "v_cache", "index_k_cache")}
+    narrow = {name: cache.to(torch.float8_e4m3fn) for name, cache in wide.items()}
+    rounded = {name: cache.half() for name, cache in narrow.items()}
+    small, exact = (Batch(**{**case.__dict__, **caches}) for caches in (narrow, rounded))
+    ids = small.select(3, "triton_decode")
+    assert torch.equal(ids.sort(-1).values, exact.select(3, "reference").sort(-1).values)
+    assert relative_error(small.attend(ids, "triton_decode"), exact.attend(ids, "reference")) < 1e-3
+
+
 def test_head_dim_and_block_of_128() -> None:
     case = batch([(1, 300), (1, 129)], kv_heads=1, group=2, dim=128, block=128)
     got, want = case.select(2, "triton_decode"), case.select(2, "reference")
     assert torch.equal(got.sort(-1).values, want.sort(-1).values)
     assert relative_error(case.attend(want, "triton_decode"), case.attend(want, "reference")) < 1e-3
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("group", "kv_heads", "block"), [(3, 2, 64), (16, 1, 128)])
+def test_dense_attention(name: str, group: int, kv_heads: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "PROGRAMS", 20)
+    case = batch(BATCHES[name], kv_heads=kv_heads, group=group, block=block)
+    args = (case.q, case.k_cache, case.v_cache, *case.where)
+    got = ops.dense_attend(*args, **case.lens, impl="triton_decode")
+    assert relative_error(got, ops.dense_attend(*args, **case.lens, impl="reference")) < 1e-3
+    assert (got[-2:] == 0).all(), "rows after the last request"
+    assert got.isfinite().all()
 
 
 @pytest.mark.parametrize("topk", [1, 5])

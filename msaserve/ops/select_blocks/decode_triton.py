@@ -123,7 +123,7 @@ def score_kernel(
     comb_best = tl.full((R,), float("-inf"), tl.float32)
     comb_block = tl.full((R,), 0, tl.int32) + first
     for n in tl.range(first, num_blocks, step, num_stages=STAGES):
-        k = tl.load(keys + page.to(tl.int64) * stride_kp)
+        k = tl.load(keys + page.to(tl.int64) * stride_kp).to(q.dtype)
         page = tl.load(table + n + step, mask=n + step < num_blocks, other=0)
         s = tl.dot(k, q)
         seen = (n * BLOCK + offset)[:, None] < visible[None, :]
@@ -325,7 +325,17 @@ def why_not(
         return "nothing to select from"
     if any(x.stride(-1) != 1 for x in (index_q, block_table, seq_lens, cu_query_lens)):
         return "the last dimensions of index_q, block_table, seq_lens and cu_query_lens must be contiguous"
-    return None if index_q.dtype != torch.float64 else "scores are float32"
+    return why_not_dtypes(index_q, index_k_cache)
+
+
+def why_not_dtypes(q: torch.Tensor, *caches: torch.Tensor) -> str | None:
+    """None if q can be multiplied with what the caches hold, 8-bit values being widened to q's dtype."""
+    if (q.dtype not in (torch.bfloat16, torch.float16) and q.is_cuda) or q.dtype == torch.float64:
+        return f"queries are {q.dtype}, not of half precision"
+    for cache in caches:
+        if cache.dtype not in (q.dtype, torch.float8_e4m3fn):
+            return f"queries are {q.dtype}, a cache is {cache.dtype}"
+    return None
 
 
 def launch_options(tensor: torch.Tensor) -> dict[str, bool]:

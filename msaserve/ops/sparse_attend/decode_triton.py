@@ -11,13 +11,35 @@ import torch
 import triton
 import triton.language as tl
 
-from msaserve.ops.select_blocks.decode_triton import MAX_QUERY_LEN, launch_options, locate
+from msaserve.ops.select_blocks.decode_triton import MAX_QUERY_LEN, launch_options, locate, why_not_dtypes
 
 PROGRAMS = 132
 """Programs aimed at: one on each of a Hopper card's multiprocessors."""
 
 
 LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def add_tokens(q, k, v, is_seen, best, total, acc, scale_log2):
+    """One step of the online softmax of q [16, D] over k [D, tokens] and v [tokens, D]: (best, total, acc)."""
+    s = tl.dot(q, k.to(q.dtype)) * scale_log2
+    s = tl.where(is_seen[None, :], s, float("-inf"))
+    higher = tl.maximum(best, tl.max(s, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    p = tl.exp2(s - base[:, None])
+    fade = tl.exp2(best - base)
+    total = total * fade + tl.sum(p, 1)
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
+    return higher, total, acc
+
+
+@triton.jit
+def normalised(best, total, acc):
+    """(out [16, D] divided by its sum, lse [16] in base 2); 0 and −inf where nothing was visible."""
+    is_empty = total == 0.0
+    acc = acc / tl.where(is_empty, 1.0, total)[:, None]
+    return acc, tl.where(is_empty, float("-inf"), best + tl.log2(total))
 
 
 @triton.jit
@@ -75,18 +97,8 @@ def attend_pieces(
             mask=is_seen[:, None],
             other=0.0,
         )
-        s = tl.dot(q, k.to(q.dtype)) * scale_log2
-        s = tl.where(is_seen[None, :], s, float("-inf"))
-        higher = tl.maximum(best, tl.max(s, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(s - base[:, None])
-        fade = tl.exp2(best - base)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
-        best = higher
-    is_empty = total == 0.0
-    acc = acc / tl.where(is_empty, 1.0, total)[:, None]
-    return acc, tl.where(is_empty, float("-inf"), best + tl.log2(total))
+        best, total, acc = add_tokens(q, k, v, is_seen, best, total, acc, scale_log2)
+    return normalised(best, total, acc)
 
 
 @triton.jit
@@ -269,7 +281,7 @@ def why_not(
         return "nothing to attend to"
     if any(x.stride(-1) != 1 for x in (q, block_ids, block_table, seq_lens, cu_query_lens)):
         return "the last dimensions of q, block_ids, block_table, seq_lens and cu_query_lens must be contiguous"
-    return None if q.dtype != torch.float64 else "sums are float32"
+    return why_not_dtypes(q, k_cache, v_cache)
 
 
 def sparse_attend(
