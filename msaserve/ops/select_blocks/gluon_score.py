@@ -17,12 +17,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from msaserve.ops.gluon_tma import tma_load
 from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.select_blocks import triton_prefill
 from msaserve.ops.select_blocks.triton_prefill import num_workers, split_of
@@ -36,7 +36,7 @@ def _fetch(index_k, pages, k_smem, full, empty, lo, hi, STAGES: gl.constexpr, PA
         page = gl.load(pages + n)
         mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
         mbarrier.expect(full.index(stage), PAGE_BYTES)
-        tma.async_copy_global_to_shared(index_k, [page, 0, 0], full.index(stage), k_smem.index(stage))
+        tma_load(index_k, [page, 0, 0], full.index(stage), k_smem.index(stage))
 
 
 @gluon.jit

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from msaserve.ops.gluon_tma import tma_load
 from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.sparse_attend import triton_kv_major
 from msaserve.ops.sparse_attend.gluon_shared import attend_shared
@@ -76,10 +77,8 @@ def _fetch(
         mbarrier.wait(kv_empty.index(stage), ((turn // 2) & 1) ^ 1)
         mbarrier.expect(kv_full.index(stage), 4 * BLOCK * D)
         for half in gl.static_range(HALVES):
-            tma.async_copy_global_to_shared(
-                k_cache, [page, head, 0, half * 64], kv_full.index(stage), k_smem.index(stage * HALVES + half)
-            )
-        tma.async_copy_global_to_shared(v_cache, [page, head, 0, 0], kv_full.index(stage), v_smem.index(stage))
+            tma_load(k_cache, [page, head, 0, half * 64], kv_full.index(stage), k_smem.index(stage * HALVES + half))
+        tma_load(v_cache, [page, head, 0, 0], kv_full.index(stage), v_smem.index(stage))
         item = items + _place(counts, gl.minimum(it + step, total - 1), capacity, PARTS)
         next_head, next_page = gl.load(item), gl.load(item + 1)
         next_lo, next_hi = gl.load(item + 2), gl.load(item + 3)
@@ -95,7 +94,7 @@ def _fetch(
             for e in gl.static_range(QT):
                 row = (now[e] // S * HKV + head) * G
                 for half in gl.static_range(HALVES):
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         q,
                         [row, half * 64],
                         q_full.index(slot),

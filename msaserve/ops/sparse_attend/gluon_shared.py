@@ -15,9 +15,10 @@ import math
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from msaserve.ops.gluon_tma import tma_load
 from msaserve.ops.remap.triton import SharedBlocks
 
 ROWS = 64
@@ -43,7 +44,7 @@ def _fetch(
             mbarrier.expect(q_full, 8 * ROWS * D)
             for part in gl.static_range(4):
                 for half in gl.static_range(HALVES):
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         q, [token + part * (ROWS // G), head * G, half * 64], q_full, q_smem.index(part * HALVES + half)
                     )
             own = blocks + it.to(gl.int64) * (CAPACITY * 2)
@@ -53,10 +54,10 @@ def _fetch(
                 mbarrier.wait(kv_empty.index(stage), (((done + i) // 2) & 1) ^ 1)
                 mbarrier.expect(kv_full.index(stage), 4 * BLOCK * D)
                 for half in gl.static_range(HALVES):
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         k_cache, [page, head, 0, half * 64], kv_full.index(stage), k_smem.index(stage * HALVES + half)
                     )
-                tma.async_copy_global_to_shared(v_cache, [page, head, 0, 0], kv_full.index(stage), v_smem.index(stage))
+                tma_load(v_cache, [page, head, 0, 0], kv_full.index(stage), v_smem.index(stage))
                 page = gl.load(pages + gl.load(own + gl.minimum(i + 1, count - 1) * 2))
             done += count
             turn += 1
