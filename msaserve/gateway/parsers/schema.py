@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 Schema = Mapping[str, Any]
 
@@ -43,31 +43,38 @@ class Element:
         return "".join(part for part in self.parts if isinstance(part, str))
 
 
+class _Alternative(NamedTuple):
+    schema: Schema
+    types: tuple[str, ...]
+
+
+class _Reading(NamedTuple):
+    schema: Any
+    alternatives: list[_Alternative]
+    types: tuple[str, ...]
+    """Of all of them; empty if one does not say."""
+
+
 class ToolSchema:
     """The parameters of one tool."""
 
     def __init__(self, parameters: Any) -> None:
         """parameters: a JSON schema; anything else counts as none."""
         self._root: Any = parameters
+        self._known: dict[int, _Reading] = {}
+        """By the identity of a schema, which its reading keeps: one schema is asked for every element it holds for."""
 
     def argument(self, key: str) -> Any:
         """The schema of a top-level argument, or None."""
-        alternatives = [s for s in self._alternatives(self._root) if "object" in _types(s)]
-        for schema in alternatives:
-            found = _property(schema, key)
+        for schema, types in self._alternatives(self._root):
+            found = _property(schema, key) if "object" in types else None
             if found is not None:
                 return found
         return None
 
     def types(self, schema: Any) -> tuple[str, ...]:
         """JSON types that a schema allows, in its order; empty if it does not say."""
-        types: list[str] = []
-        for alternative in self._alternatives(schema):
-            found = _types(alternative)
-            if not found:
-                return ()
-            types += [t for t in found if t not in types]
-        return tuple(types)
+        return self._reading(schema).types
 
     def allows_array(self, schema: Any) -> bool:
         return "array" in self.types(schema)
@@ -77,17 +84,15 @@ class ToolSchema:
         children = element.children
         if not children:
             return self._text_value(element.text, schema)
-        container = self._container(children, schema)
-        if container is not None and "array" in _types(container):
-            return self._array(element, container)
-        return self.object(element, container)
+        container, is_array = self._container(children, schema)
+        return self._array(element, container) if is_array else self._object(element, container)
 
-    def object(self, element: Element, schema: Any = None) -> dict[str, Any]:
+    def _object(self, element: Element, schema: Schema) -> dict[str, Any]:
         """Children as members; a repeated key gives a list, text between them goes under "$text"."""
         result: dict[str, Any] = {}
         repeated: set[str] = set()
         for child in element.children:
-            child_schema = _property(schema, child.key) if isinstance(schema, Mapping) else None
+            child_schema = _property(schema, child.key)
             value = self.value(child, child_schema)
             if child.key in result:
                 result[child.key] = self.joined(result[child.key], value, child_schema, is_list=child.key in repeated)
@@ -100,10 +105,14 @@ class ToolSchema:
         return result
 
     def joined(self, values: Any, value: Any, schema: Any, *, is_list: bool) -> Any:
-        """A value and one more of the same key. is_list: values is already several."""
+        """A value and one more of the same key; `values` may be changed. is_list: it is already several."""
         if self.allows_array(schema) and isinstance(values, list) and isinstance(value, list):
-            return [*values, *value]
-        return [*values, value] if is_list else [values, value]
+            values += value
+            return values
+        if not is_list:
+            return [values, value]
+        values.append(value)
+        return values
 
     def _array(self, element: Element, schema: Schema) -> list[Any]:
         items: list[Any] = []
@@ -115,20 +124,18 @@ class ToolSchema:
                 items.append(self._text_value(part.strip(), item_schema))
         return items
 
-    def _container(self, children: Sequence[Element], schema: Any) -> Schema | None:
-        """The alternative of a schema that children are written for."""
-        containers = [s for s in self._alternatives(schema) if {"array", "object"} & set(_types(s))]
+    def _container(self, children: Sequence[Element], schema: Any) -> tuple[Schema, bool]:
+        """The alternative of a schema that children are written for, and whether it is an array's."""
         keys = {child.key for child in children}
-        objects = [s for s in containers if "object" in _types(s)]
-        for alternative in objects:
-            if all(_property(alternative, key) is not None for key in keys):
-                return {**alternative, "type": "object"}
-        arrays = [s for s in containers if "array" in _types(s)]
+        alternatives = self._alternatives(schema)
+        objects = [one for one, types in alternatives if "object" in types]
+        for one in objects:
+            if all(_property(one, key) is not None for key in keys):
+                return one, False
+        arrays = [one for one, types in alternatives if "array" in types]
         if arrays and (not objects or keys == {"item"}):
-            return {**arrays[0], "type": "array"}
-        if objects:
-            return {**objects[0], "type": "object"}
-        return {"type": "array"} if keys == {"item"} else None
+            return arrays[0], True
+        return (objects[0], False) if objects else ({}, keys == {"item"})
 
     def _text_value(self, text: str, schema: Any) -> Any:
         types = self.types(schema)
@@ -158,12 +165,24 @@ class ToolSchema:
         value = _json(text)
         if (isinstance(value, list) and "array" in types) or (isinstance(value, dict) and "object" in types):
             return value
-        arrays = [s for s in self._alternatives(schema) if "array" in _types(s)]
+        arrays = [one for one, kinds in self._alternatives(schema) if "array" in kinds]
         if arrays and "object" not in types:
             return [self._text_value(text, _item(arrays[0], 0))]
         return text
 
-    def _alternatives(self, schema: Any) -> list[Schema]:
+    def _alternatives(self, schema: Any) -> list[_Alternative]:
+        return self._reading(schema).alternatives
+
+    def _reading(self, schema: Any) -> _Reading:
+        known = self._known.get(id(schema))
+        if known is None:
+            alternatives = [_Alternative(one, _types(one)) for one in self._expanded(schema)]
+            says_all = all(types for _, types in alternatives)
+            types = dict.fromkeys(t for one in alternatives for t in one.types) if says_all else ()
+            known = self._known[id(schema)] = _Reading(schema, alternatives, tuple(types))
+        return known
+
+    def _expanded(self, schema: Any) -> list[Schema]:
         """The schemas of which one must hold, references followed, in order."""
         found: list[Schema] = []
         waiting: list[Any] = [schema]

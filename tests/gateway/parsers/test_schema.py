@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -180,3 +181,16 @@ def test_half_a_surrogate_pair_stays_json() -> None:
     text = to_json(value('["\\ud800", "é"]', TAGS))
     assert json.loads(text.encode()) == ["\ud800", "é"]
     assert to_json("é") == '"é"'
+
+
+def test_large_schemas_and_many_elements_take_no_time() -> None:
+    large = {
+        "enum": [str(i) for i in range(20_000)],
+        "anyOf": [{"description": str(i), **{f"x{j}": 0 for j in range(300)}} for i in range(60)],
+    }
+    schema = {"properties": {"t": large, "r": STRING}}
+    many = [*(("t", "1") for _ in range(20_000)), *(("r", "2") for _ in range(20_000))]
+    start = time.process_time()
+    assert value(many, schema) == {"t": ["1"] * 20_000, "r": ["2"] * 20_000}
+    assert value([("item", [("t", "1")])] * 5_000, {"items": schema}) == [{"t": "1"}] * 5_000
+    assert time.process_time() - start < 5
