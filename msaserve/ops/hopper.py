@@ -42,8 +42,16 @@ def why_not_wgmma(x: torch.Tensor) -> str | None:
 
 
 def on_card(x: torch.Tensor, *args: object, **kwargs: object) -> bool:
-    """`pays` of kernels that the interpreter runs too, for tests alone."""
-    return x.is_cuda
+    """`pays` of kernels that the interpreter runs too, for tests alone.
+
+    8-bit caches are served by name alone: no kernel has been checked with them on a card yet.
+    """
+    return x.is_cuda and not any(isinstance(arg, torch.Tensor) and arg.element_size() == 1 for arg in args)
+
+
+def by_name(*args: object, **kwargs: object) -> bool:
+    """`pays` of kernels that have not been checked on a card yet."""
+    return False
 
 
 def ask_later(target: str) -> Callable[..., str | None]:

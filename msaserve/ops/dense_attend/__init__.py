@@ -6,14 +6,14 @@ import torch
 
 from msaserve.ops.checks import check_caches, check_dtype, check_floats, check_groups, check_int32, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, on_card
+from msaserve.ops.hopper import ask_later, by_name
 
 IMPLS = (
     Impl(
         "triton_decode",
         "msaserve.ops.dense_attend.decode_triton:dense_attend",
         ask_later("msaserve.ops.dense_attend.decode_triton:why_not"),
-        on_card,
+        by_name,
     ),
     Impl("reference", "msaserve.ops.dense_attend.reference:dense_attend", always),
 )
