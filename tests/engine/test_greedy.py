@@ -128,7 +128,7 @@ def geometry() -> tuple[Engine, Output]:
     The first two end inside a block, so the prompt is computed once in all, across two prefix hits.
     """
     prompt = greedy_prompt("geometry")
-    engine = make_engine("geometry", num_pages=50, max_num_batched_tokens=1000, attend_impl="reference_kv_major")
+    engine = make_engine("geometry", num_pages=50, max_num_batched_tokens=1000)
     for length in (1500, 3001):
         run(engine, [request(str(length), prompt[:length], max_tokens=1)])
     (output,) = run(engine, [request("whole", prompt)])
