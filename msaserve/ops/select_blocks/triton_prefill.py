@@ -19,6 +19,8 @@ from msaserve.ops.triton_ragged import _query_tiles_kernel
 
 SCRATCH_BYTES = 256 << 20
 """Bound on the score scratch of one call (one tile's scores where even those are larger)."""
+MIN_SEGMENT = 16
+"""Blocks that one thread of the top-k goes through at least, where a row is cut into segments."""
 
 
 @triton.jit
@@ -359,7 +361,7 @@ def select_blocks(
     r = min(32, rows)
     workers = num_workers(index_q.device)
     segments = 1
-    while segments < 32 and chunk * (rows // r) * segments < workers * 24 and segments * 16 < num_blocks:
+    while segments < 32 and chunk * (rows // r) * segments < workers * 24 and segments * MIN_SEGMENT < num_blocks:
         segments *= 2
     log = max(3, (topk - local_blocks - 1).bit_length()) if topk > local_blocks else 3
     lists = torch.empty(
