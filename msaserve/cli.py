@@ -21,7 +21,7 @@ from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.command import Gateway, HttpOptions, curl
 from msaserve.gateway.media.options import MediaOptions
 from msaserve.gateway.server import run, run_loop
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 from msaserve.worker.command import Worker
 
 GIB = 2**30

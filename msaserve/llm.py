@@ -20,7 +20,7 @@ from msaserve.engine.scheduler import RequestOutput as StepOutput
 from msaserve.errors import CheckpointError, InvalidRequestError, MsaserveError
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.stream import OutputText
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 from msaserve.types import FinishReason, GenerateRequest, Logprobs, SamplingParams, TokenEvent
 
 DEFAULT_MAX_TOKENS = 256

@@ -28,7 +28,7 @@ from msaserve.gateway.openai import (
     Usage,
 )
 from msaserve.gateway.stream import Delta, Generation, ShownToken
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 
 _LOWEST_LOGPROB = -9999.0
 """JSON has no infinity."""

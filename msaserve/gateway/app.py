@@ -46,7 +46,6 @@ from msaserve.gateway.openai import (
 )
 from msaserve.gateway.parsers.minimax_m3 import MARKER_TOKENS, thinking_mode
 from msaserve.gateway.stream import Generation
-from msaserve.gateway.tokenizer import Tokenizer
 from msaserve.gateway.tools import tool_use
 from msaserve.gateway.transport import (
     ClientGoneError,
@@ -58,6 +57,7 @@ from msaserve.gateway.transport import (
 )
 from msaserve.observe.log import ACCESS_LOGGER
 from msaserve.observe.metrics import CONTENT_TYPE, ServerMetrics
+from msaserve.tokenizer import Tokenizer
 from msaserve.types import GenerateRequest, MediaItem, ModelInfo
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from msaserve.errors import CheckpointError, InvalidRequestError
-from msaserve.gateway.tokenizer import Tokenizer, new_guard, read_json
+from msaserve.tokenizer import Tokenizer, new_guard, read_json
 
 THINKING_MODES = ("adaptive", "enabled", "disabled")
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

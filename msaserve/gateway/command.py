@@ -25,8 +25,8 @@ from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.media.options import MediaOptions
 from msaserve.gateway.router import Policy, Router
 from msaserve.gateway.server import bind, run, run_loop
-from msaserve.gateway.tokenizer import Tokenizer
 from msaserve.observe.log import configure_logging
+from msaserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from msaserve.gateway.client import EngineClient

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 
 from msaserve.errors import EngineError
 from msaserve.gateway.client import EngineClient
-from msaserve.gateway.tokenizer import IncrementalDetokenizer, Tokenizer
 from msaserve.observe.metrics import ServerMetrics
+from msaserve.stop import StopMatcher
+from msaserve.tokenizer import IncrementalDetokenizer, Tokenizer
 from msaserve.types import GenerateRequest, Logprobs, SamplingParams, TokenEvent
 
 
@@ -33,38 +34,6 @@ class Delta(NamedTuple):
     tokens: list[ShownToken]
     """The tokens that are shown with this text; empty unless log-probabilities were asked for."""
     finish_reason: str | None
-
-
-class StopMatcher:
-    """Finds the first of some stop strings to be complete, one character after the other (Knuth, Morris, Pratt)."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = stop
-        self._borders = [_borders(text) for text in stop]
-        self._matched = [0] * len(stop)
-
-    @property
-    def num_held(self) -> int:
-        """Characters at the end of what was pushed that may begin a stop string."""
-        return max(self._matched)
-
-    def push(self, text: str) -> tuple[int, int] | None:
-        """(characters of text up to the end of the stop string, its length), or None. The longest, if two end there."""
-        for position, char in enumerate(text, start=1):
-            longest = 0
-            for i, stop in enumerate(self._stop):
-                matched = self._matched[i]
-                while matched and stop[matched] != char:
-                    matched = self._borders[i][matched - 1]
-                if stop[matched] == char:
-                    matched += 1
-                if matched == len(stop):
-                    longest = max(longest, matched)
-                    matched = self._borders[i][matched - 1]
-                self._matched[i] = matched
-            if longest:
-                return position, longest
-        return None
 
 
 class OutputText:
@@ -298,16 +267,3 @@ def _split(request: GenerateRequest) -> list[GenerateRequest]:
         replace(request, request_id=f"{request.request_id}-{i}", sampling=replace(sampling, n=1, seed=seed))
         for i, seed in enumerate(seeds)
     ]
-
-
-def _borders(text: str) -> list[int]:
-    """For each prefix: the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(text)
-    length = 0
-    for i in range(1, len(text)):
-        while length and text[i] != text[length]:
-            length = borders[length - 1]
-        if text[i] == text[length]:
-            length += 1
-        borders[i] = length
-    return borders

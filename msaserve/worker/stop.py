@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from msaserve.gateway.stream import StopMatcher
-from msaserve.gateway.tokenizer import IncrementalDetokenizer, Tokenizer
+from msaserve.stop import StopMatcher
+from msaserve.tokenizer import IncrementalDetokenizer, Tokenizer
 from msaserve.types import SamplingParams, TokenEvent
 
 

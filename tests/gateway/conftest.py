@@ -7,7 +7,7 @@ import openai
 import pytest
 from fake_engine import TINY, FakeClient, serve
 
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

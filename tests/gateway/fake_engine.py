@@ -16,7 +16,7 @@ from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.client import EngineClient
 from msaserve.gateway.media.pipeline import MediaPipeline
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 from msaserve.types import EngineLoad, GenerateRequest, Logprobs, ModelInfo, TokenEvent
 
 TINY = Path(__file__).parents[1] / "golden" / "tiny"

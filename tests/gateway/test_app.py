@@ -16,7 +16,7 @@ from fake_engine import FakeClient, serve
 from msaserve.config import GenerationDefaults
 from msaserve.errors import EngineError, InvalidRequestError, OverloadedError
 from msaserve.gateway.chat import ChatTemplate
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from msaserve.errors import CheckpointError, InvalidRequestError
 from msaserve.gateway.chat import ChatTemplate, check_template_kwargs, thinking_kwargs
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
 

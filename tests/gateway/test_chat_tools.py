@@ -14,7 +14,7 @@ from fake_engine import TINY, FakeClient, serve
 from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.parsers.minimax_m3 import MARKER_TOKENS
-from msaserve.gateway.tokenizer import IncrementalDetokenizer, Tokenizer
+from msaserve.tokenizer import IncrementalDetokenizer, Tokenizer
 
 NS = "]<]minimax[>["
 TEMPLATE = """

@@ -23,7 +23,7 @@ from fake_engine import TINY
 from golden_data import golden
 from openai.types import CompletionChoice
 
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 
 LIVE_SECONDS = float(os.environ.get("MSASERVE_TEST_LIVE_SECONDS", "10"))
 TEXT = "/v1/completions"

@@ -6,7 +6,7 @@ import openai
 import pytest
 from fake_engine import FakeClient
 
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 from msaserve.types import SamplingParams
 
 

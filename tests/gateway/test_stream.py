@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msaserve.errors import EngineError, InvalidRequestError
-from msaserve.gateway.stream import Generation, OutputText, StopMatcher
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.gateway.stream import Generation, OutputText
 from msaserve.observe.metrics import ServerMetrics
+from msaserve.stop import StopMatcher
+from msaserve.tokenizer import Tokenizer
 from msaserve.types import GenerateRequest, Logprobs, SamplingParams, TokenEvent
 
 TOKENIZER = Tokenizer.load(TINY)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msaserve.errors import CheckpointError, UnsupportedError
-from msaserve.gateway.tokenizer import IncrementalDetokenizer, Tokenizer, new_guard
+from msaserve.tokenizer import IncrementalDetokenizer, Tokenizer, new_guard
 
 REFERENCE = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
 TOKENIZER = Tokenizer.load(TINY)

@@ -28,8 +28,8 @@ import msaserve.worker.servicer as servicer
 from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.media.options import MediaOptions
-from msaserve.gateway.tokenizer import Tokenizer
 from msaserve.rpc.media import segment_rows
+from msaserve.tokenizer import Tokenizer
 from msaserve.types import GenerateRequest
 from msaserve.worker.archive import pack
 

@@ -8,7 +8,7 @@ from golden_data import GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 from msaserve.types import Logprobs, SamplingParams, TokenEvent
 from msaserve.worker.stop import StopStrings
 

@@ -33,11 +33,11 @@ from worker_driver import (
 from msaserve.errors import EngineError, InvalidRequestError, OverloadedError
 from msaserve.gateway.client import EngineClient
 from msaserve.gateway.grpc_client import GrpcClient
-from msaserve.gateway.tokenizer import Tokenizer
 from msaserve.pixels import normalize
 from msaserve.rpc import shm
 from msaserve.rpc.media import items_to_proto, segment_rows
 from msaserve.rpc.protocol import SERVICE
+from msaserve.tokenizer import Tokenizer
 from msaserve.types import MediaItem
 from msaserve.worker.in_process import InProcessClient
 

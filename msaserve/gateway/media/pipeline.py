@@ -13,7 +13,7 @@ from msaserve.gateway.media.limits import MediaLimits
 from msaserve.gateway.media.pool import MediaPool
 from msaserve.gateway.media.prompt import expand
 from msaserve.gateway.media.spec import Hints, Prepared, SpecSource, normalize
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 from msaserve.types import MediaItem, Modality
 
 PART_TYPES: dict[str, Modality] = {"image_url": "image", "video_url": "video"}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msaserve.errors import InvalidRequestError
 from msaserve.gateway.media.spec import ModelSpec, Prepared
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 from msaserve.types import Modality
 
 

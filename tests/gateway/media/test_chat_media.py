@@ -24,7 +24,7 @@ from msaserve.gateway.media.pipeline import MediaPipeline
 from msaserve.gateway.media.prepare import prepare
 from msaserve.gateway.media.spec import Hints, find_spec, normalize
 from msaserve.gateway.media.specs.minimax_m3 import MiniMaxM3Spec
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 from msaserve.worker.in_process import InProcessClient
 
 PNG, MP4 = picture(60, 90), clip(25)

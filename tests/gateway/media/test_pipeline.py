@@ -16,7 +16,7 @@ from msaserve.gateway.media.pipeline import MediaPart, MediaPipeline, parse_part
 from msaserve.gateway.media.prepare import prepare
 from msaserve.gateway.media.spec import Hints, find_spec, normalize
 from msaserve.gateway.media.specs.minimax_m3 import MiniMaxM3Spec
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 
 SOURCE = find_spec(TINY)
 TOKENIZER = Tokenizer.load(TINY)

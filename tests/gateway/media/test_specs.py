@@ -22,7 +22,7 @@ from msaserve.gateway.media.spec import Hints, ModelSpec, Piece, Prepared, SpecS
 from msaserve.gateway.media.specs import minimax_m3, qwen3_vl
 from msaserve.gateway.media.specs.minimax_m3 import MiniMaxM3Spec
 from msaserve.gateway.media.specs.qwen3_vl import Qwen3VLSpec
-from msaserve.gateway.tokenizer import Tokenizer
+from msaserve.tokenizer import Tokenizer
 from msaserve.types import Modality
 
 M3, QWEN = MiniMaxM3Spec(), Qwen3VLSpec()
