@@ -117,7 +117,7 @@ class _Work:
         self._limits = setup.limits
         self._spec = setup.source.load()
         # One picture alone on the machine may use what its neighbours leave.
-        self._threads = ThreadPoolExecutor(3)
+        self._threads = ThreadPoolExecutor(4)
 
     def answer(self, job: Job, data: bytearray) -> tuple[Message, Any]:
         try:

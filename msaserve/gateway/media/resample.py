@@ -9,14 +9,16 @@ integers come out exact.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 _BLOCK = 16
 """Outputs of a dense block: fewer waste less on zeros, more let BLAS run longer."""
-_ROWS = 128
+_STRIP_BYTES = 2**21
 """Picture rows converted to floats at a time: they stay in the cache."""
 _LARGE = 1_000_000
 """Pixels from which threads pay."""
@@ -78,42 +80,40 @@ class Resize:
     def __init__(self, height: int, width: int, *, new_height: int, new_width: int) -> None:
         assert min(height, width, new_height, new_width) >= 1
         self._shape = (height, width)
-        self._new_shape = (new_height, new_width)
         self._rows = _Axis(width, new_width) if width != new_width else None
         self._columns = _Axis(height, new_height) if height != new_height else None
 
     def __call__(self, planes: np.ndarray, threads: Executor | None = None) -> np.ndarray:
         """planes: [C, height, width] uint8. Returns [C, new_height, new_width]; the input itself if sizes agree.
 
-        threads: where the planes of a large picture are computed side by side.
+        threads: where the parts of a large picture are computed side by side.
         """
         assert planes.dtype == np.uint8
         assert planes.shape[1:] == self._shape
         if self._rows is None and self._columns is None:
             return planes
-        is_large = planes[0].size >= _LARGE
-        each = threads.map if threads is not None and is_large else map
-        return np.stack(list(each(self._resize, planes)))
+        each = threads.map if threads is not None and planes[0].size >= _LARGE else map
+        middle = planes if self._rows is None else _resize_rows(planes, self._rows, each)
+        if self._columns is None:
+            return middle
+        axis = self._columns
+        return np.stack(list(each(lambda plane: _resize_columns(plane, axis), middle)))
 
-    def _resize(self, plane: np.ndarray) -> np.ndarray:
-        middle = plane if self._rows is None else _resize_rows(plane, self._rows)
-        return middle if self._columns is None else _resize_columns(middle, self._columns)
 
+def _resize_rows(planes: np.ndarray, axis: _Axis, each: Callable[..., Iterable[Any]]) -> np.ndarray:
+    channels, height, width = planes.shape
+    out = np.empty((channels, height, len(axis.bias)), np.uint8)
+    size = max(_STRIP_BYTES // (width * axis.dtype.itemsize), 16)
 
-def _resize_rows(plane: np.ndarray, axis: _Axis) -> np.ndarray:
-    height, width = plane.shape
-    out = np.empty((height, len(axis.bias)), np.uint8)
-    shifted = np.empty((_ROWS, width), axis.dtype)
-    sums = np.empty((_ROWS, len(axis.bias)), axis.dtype)
-    for top in range(0, height, _ROWS):
-        rows = plane[top : top + _ROWS]
-        count = len(rows)
-        np.copyto(shifted[:count], _shift(rows))
+    def resize_strip(place: tuple[int, int]) -> None:
+        channel, top = place
+        shifted = _shift(planes[channel, top : top + size]).astype(axis.dtype)
+        sums = np.empty((len(shifted), len(axis.bias)), axis.dtype)
         for block in axis.blocks:
-            np.matmul(
-                shifted[:count, block.low : block.high], block.weights.T, out=sums[:count, block.start : block.stop]
-            )
-        out[top : top + count] = axis.round(sums[:count], axis.bias)
+            np.matmul(shifted[:, block.low : block.high], block.weights.T, out=sums[:, block.start : block.stop])
+        out[channel, top : top + size] = axis.round(sums, axis.bias)
+
+    list(each(resize_strip, [(c, top) for c in range(channels) for top in range(0, height, size)]))
     return out
 
 

@@ -1,0 +1,138 @@
+"""Latency that this gateway and smg (the reference in Rust, PyPI `smg`) add, in front of the same worker, in turn.
+
+The worker answers every request with one token as soon as it has read the message, so what is measured is the way from
+HTTP to a message with patches and back. Every request holds new media: nothing is found in a cache. Prints a Markdown
+table of medians and minima in milliseconds. smg decodes clips with the ffmpeg programs and is left out where there are
+none.
+
+    python benchmarks/gateway/beside_smg.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import tyro
+from media import Case, Options, cases, url
+from smg_grpc_proto import vllm_engine_pb2 as pb
+
+from msaserve.config import EngineConfig
+from msaserve.engine.async_engine import AsyncEngine
+from msaserve.engine.engine import Engine
+from msaserve.rpc.media import shm_names
+from msaserve.worker import servicer
+from msaserve.worker.served import ServedModel
+from msaserve.worker.server import WorkerServer
+
+SMG = Path(sys.executable).with_name("smg")
+OURS, THEIRS = "msaserve", "smg"
+PORTS = {OURS: 18701, THEIRS: 18702}
+
+
+class Answering(servicer.Servicer):
+    """A worker that takes the tensors and answers at once."""
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        for name in shm_names(
+            [*([request.mm_inputs] if request.HasField("mm_inputs") else []), *request.extra_mm_inputs]
+        ):
+            (Path("/dev/shm") / name).unlink(missing_ok=True)
+        prompt = len(request.tokenized.input_ids)
+        if request.stream:
+            yield pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[65], prompt_tokens=prompt))
+        complete = pb.GenerateComplete(
+            output_ids=[65, 2], finish_reason="stop", prompt_tokens=prompt, completion_tokens=2
+        )
+        yield pb.GenerateResponse(complete=complete)
+
+
+@dataclass(frozen=True)
+class BesideOptions(Options):
+    repeats: int = 15
+
+
+async def measure(options: BesideOptions) -> None:
+    servicer.Servicer.Generate = Answering.Generate  # type: ignore[method-assign]
+    engine = Engine.from_checkpoint(options.checkpoint, EngineConfig(kv_cache_gib=0.05), show_progress=False)
+    server = WorkerServer(AsyncEngine(engine), ServedModel.of(engine))
+    address = f"grpc://127.0.0.1:{await server.start('127.0.0.1:0')}"
+    ours = [sys.executable, "-m", "msaserve.cli", "gateway", "--worker", address, "--port", str(PORTS[OURS])]
+    theirs = [str(SMG), "launch", "--host", "127.0.0.1", "--port", str(PORTS[THEIRS]), "--worker-urls", address]
+    theirs += ["--policy", "round_robin", "--prometheus-host", "127.0.0.1", "--prometheus-port", "18703"]
+    theirs += ["--worker-startup-check-interval", "1", "--multimodal-tensor-transport", "auto"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    running = {OURS: subprocess.Popen(ours, **quiet), THEIRS: subprocess.Popen(theirs, **quiet)}  # type: ignore[call-overload]
+    try:
+        clients = {
+            name: httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=600)
+            for name, port in PORTS.items()
+        }
+        for client in clients.values():
+            await until_ready(client)
+        model = (await clients[OURS].get("/v1/models")).json()["data"][0]["id"]
+        print("| request | msaserve, median | smg, median | msaserve, best | smg, best |\n|---|---|---|---|---|")
+        text = Case("text", "image", b"", 0)
+        for number, case in enumerate([text, *cases(options)]):
+            times = await run(clients, model, case, number, options.repeats)
+            row = [statistics.median(t) * 1e3 if t else None for t in times.values()]
+            row += [min(t) * 1e3 if t else None for t in times.values()]
+            print(f"| {case.name} | " + " | ".join("–" if v is None else f"{v:.1f}" for v in row) + " |", flush=True)
+        for name, process in running.items():
+            tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            print(f"{name}: {', '.join(str(p.memory_info().rss >> 20) for p in tree)} MiB")
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+        await server.close()
+
+
+async def run(
+    clients: dict[str, httpx.AsyncClient], model: str, case: Case, number: int, repeats: int
+) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in clients}
+    has_programs = shutil.which("ffmpeg") is not None and shutil.which("ffprobe") is not None
+    for i in range(repeats + 2):
+        for name, client in clients.items():
+            if name == THEIRS and case.modality == "video" and not has_programs:
+                continue
+            kind = f"{case.modality}_url"
+            parts: list[dict[str, Any]] = [{"type": "text", "text": "What is this?"}]
+            for part in range(case.count):
+                unique = (number * 10_000_000 + i * 1000 + part).to_bytes(8, "little")
+                parts.append({"type": kind, kind: {"url": url(case.data + unique)}})
+            body = {"model": model, "messages": [{"role": "user", "content": parts}], "max_tokens": 4}
+            start = time.perf_counter()
+            response = await client.post("/v1/chat/completions", json=body)
+            elapsed = time.perf_counter() - start
+            if response.status_code != 200:
+                raise RuntimeError(f"{name}: {response.text[:500]}")
+            if i >= 2:
+                times[name].append(elapsed)
+    return times
+
+
+async def until_ready(client: httpx.AsyncClient) -> None:
+    for _ in range(600):
+        try:
+            if (await client.get("/v1/models")).json()["data"]:
+                return
+        except (httpx.TransportError, ValueError, KeyError):
+            pass
+        await asyncio.sleep(0.1)
+    raise RuntimeError(f"{client.base_url} is not ready")
+
+
+if __name__ == "__main__":
+    asyncio.run(measure(tyro.cli(BesideOptions)))
