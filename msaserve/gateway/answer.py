@@ -28,6 +28,7 @@ from msaserve.gateway.openai import (
     Usage,
 )
 from msaserve.gateway.stream import Delta, Generation, ShownToken
+from msaserve.gateway.transport import server_event
 from msaserve.tokenizer import Tokenizer
 
 _LOWEST_LOGPROB = -9999.0
@@ -82,7 +83,7 @@ class Answer(ABC):
         )
 
     async def stream(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """The payloads of the answer's events."""
+        """The answer's events, as they are sent."""
         pending_usage = None if self.includes_usage else msgspec.UNSET
         is_open = [False] * len(generation.outputs)
         async with aclosing(generation.deltas()) as deltas:
@@ -91,13 +92,13 @@ class Answer(ABC):
                     is_open[choice] = True
                     opening = self.opening(choice)
                     if opening is not None:
-                        yield self._encode(self.chunk_object, [opening], pending_usage)
+                        yield server_event(self._encode(self.chunk_object, [opening], pending_usage))
                 chunk = self.chunk(choice, delta)
                 if chunk is not None:
-                    yield self._encode(self.chunk_object, [chunk], pending_usage)
+                    yield server_event(self._encode(self.chunk_object, [chunk], pending_usage))
         if self.includes_usage:
-            yield self._encode(self.chunk_object, [], _usage(generation))
-        yield b"[DONE]"
+            yield server_event(self._encode(self.chunk_object, [], _usage(generation)))
+        yield server_event(b"[DONE]")
 
     def _encode(self, name: ObjectName, choices: list[Any], usage: Usage | msgspec.UnsetType | None) -> bytes:
         response = Response(

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -127,6 +127,13 @@ def create_app(
     return app
 
 
+class ChatPrompt(NamedTuple):
+    token_ids: list[int]
+    media: tuple[MediaItem, ...]
+    new_output: Callable[[], ChatOutput]
+    """Makes the reader of one output."""
+
+
 class Gateway:
     """The endpoints, and what they share."""
 
@@ -157,9 +164,49 @@ class Gateway:
         arrival = time.perf_counter()
         body = await self._body(request)
         asked = parse(body, ChatRequest)
+
+        def new_answer(new_output: Callable[[], ChatOutput]) -> Answer:
+            return ChatAnswer(
+                self._tokenizer,
+                new_output=new_output,
+                model=self._settings.served_model_name,
+                has_logprobs=bool(asked.logprobs),
+                includes_usage=asked.includes_usage,
+            )
+
+        return await self._chat(request, asked, len(body), new_answer, arrival)
+
+    async def _chat(
+        self,
+        request: Request,
+        asked: ChatRequest,
+        size: int,
+        new_answer: Callable[[Callable[[], ChatOutput]], Answer],
+        arrival: float,
+    ) -> ASGIApp:
+        """size: of the body, in bytes. new_answer: gets what makes the reader of one output."""
         self._check_model(asked.model)
         model = await self.model_info()
         sampling = sampling_params(asked, self._settings.defaults, model)
+        async with AsyncExitStack() as stack:
+            prompt = await self._chat_prompt(request, asked, model, size, stack)
+            check_length(len(prompt.token_ids), sampling.max_tokens, model, param="messages")
+            answer = new_answer(prompt.new_output)
+            generate = GenerateRequest(
+                request_id=answer.id,
+                prompt_token_ids=prompt.token_ids,
+                sampling=sampling,
+                media=prompt.media,
+                cache_salt=asked.cache_salt or "",
+            )
+            response = await self._answer(request, asked, answer, [generate], arrival)
+            # The items live as long as the answer, and so does their share of the bytes in flight.
+            return _until_sent(response, stack.pop_all())
+
+    async def _chat_prompt(
+        self, request: Request, asked: ChatRequest, model: ModelInfo, size: int, stack: AsyncExitStack
+    ) -> ChatPrompt:
+        """stack: holds what the media take of the bytes in flight."""
         tools = tool_use(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         kwargs = {**thinking_kwargs(asked.thinking, asked.reasoning_effort), **(asked.chat_template_kwargs or {})}
         if tools.prefix:
@@ -169,33 +216,15 @@ class Gateway:
                     "a tool call that is asked for needs add_generation_prompt", param="add_generation_prompt"
                 )
         parts: list[MediaPart] | None = [] if self._media is not None and model.supports_vision else None
-        token_ids = await self._encode_chat(asked, kwargs, tools.offered, model, len(body), parts)
+        token_ids = await self._encode_chat(asked, kwargs, tools.offered, model, size, parts)
         thinking = thinking_mode(self._tokenizer.token_text(token_ids[-1]) if token_ids else "")
-        async with AsyncExitStack() as stack:
-            items: tuple[MediaItem, ...] = ()
-            if self._media is not None and parts:
-                lease = await stack.enter_async_context(self._media.lease())
-                work = self._media.resolve(parts, token_ids, self._tokenizer, lease, as_pixels=model.takes_pixels)
-                token_ids, items = await until_disconnect(request.receive, work)
-            token_ids += self._tokenizer.encode(tools.prefix)
-            check_length(len(token_ids), sampling.max_tokens, model, param="messages")
-            answer = ChatAnswer(
-                self._tokenizer,
-                new_output=lambda: ChatOutput(tools, thinking),
-                model=self._settings.served_model_name,
-                has_logprobs=sampling.logprobs is not None,
-                includes_usage=asked.includes_usage,
-            )
-            generate = GenerateRequest(
-                request_id=answer.id,
-                prompt_token_ids=token_ids,
-                sampling=sampling,
-                media=items,
-                cache_salt=asked.cache_salt or "",
-            )
-            response = await self._answer(request, asked, answer, [generate], arrival)
-            # The items live as long as the answer, and so does their share of the bytes in flight.
-            return _until_sent(response, stack.pop_all())
+        items: tuple[MediaItem, ...] = ()
+        if self._media is not None and parts:
+            lease = await stack.enter_async_context(self._media.lease())
+            work = self._media.resolve(parts, token_ids, self._tokenizer, lease, as_pixels=model.takes_pixels)
+            token_ids, items = await until_disconnect(request.receive, work)
+        token_ids += self._tokenizer.encode(tools.prefix)
+        return ChatPrompt(token_ids, items, lambda: ChatOutput(tools, thinking))
 
     async def completions(self, request: Request) -> ASGIApp:
         arrival = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The text of one chat choice as what its message gains: reasoning, content and calls."""
+"""The text of one chat choice as events, or as what its message gains: reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -35,38 +35,48 @@ class ChatOutput:
 
     def push(self, text: str, finish_reason: str | None) -> tuple[ChatMessage, str | None]:
         """What the message gains by more text, and the reason why the output ends, if it does."""
-        events = self._parser.feed(self._prefix + text)
+        events, finish_reason = self.read(text, finish_reason)
+        return _message(events), finish_reason
+
+    def read(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
+        """The same as events, in order."""
+        found = self._parser.feed(self._prefix + text)
         self._prefix = ""
         if finish_reason is not None:
-            events += self._parser.finish()
-        message = self._message(events)
+            found += self._parser.finish()
+        events = [event for event in found if self._counts(event)]
         if finish_reason == "stop" and self._has_call:
             finish_reason = "tool_calls"
-        return message, finish_reason
+        return events, finish_reason
 
-    def _message(self, events: Iterable[Event]) -> ChatMessage:
-        content, reasoning = "", ""
-        calls: dict[int, ToolCall] = {}
-        for event in events:
-            if isinstance(event, ContentDelta):
-                content += event.text
-            elif isinstance(event, ReasoningDelta):
-                reasoning += event.text
-            elif isinstance(event, Malformed):
-                _log.warning("malformed tool call: %s", event.reason)
-            elif event.index > 0 and self._keeps_one_call:
-                continue
-            elif isinstance(event, ToolCallStart):
-                calls[event.index] = ToolCall(
-                    index=event.index, id=event.id, type="function", function=FunctionCall(name=event.name)
-                )
-            elif isinstance(event, ArgumentsDelta):
-                call = calls.setdefault(event.index, ToolCall(index=event.index, function=FunctionCall()))
-                call.function.arguments += event.text
-            else:
-                assert isinstance(event, ToolCallEnd)
-                self._has_call = True
-        message = ChatMessage(reasoning_content=reasoning or None, tool_calls=list(calls.values()) or None)
-        if content:
-            message.content = content
-        return message
+    def _counts(self, event: Event) -> bool:
+        if isinstance(event, (ContentDelta, ReasoningDelta)):
+            return True
+        if isinstance(event, Malformed):
+            _log.warning("malformed tool call: %s", event.reason)
+        if self._keeps_one_call and event.index:
+            return False
+        if isinstance(event, ToolCallEnd):
+            self._has_call = True
+        return True
+
+
+def _message(events: Iterable[Event]) -> ChatMessage:
+    content, reasoning = "", ""
+    calls: dict[int, ToolCall] = {}
+    for event in events:
+        if isinstance(event, ContentDelta):
+            content += event.text
+        elif isinstance(event, ReasoningDelta):
+            reasoning += event.text
+        elif isinstance(event, ToolCallStart):
+            calls[event.index] = ToolCall(
+                index=event.index, id=event.id, type="function", function=FunctionCall(name=event.name)
+            )
+        elif isinstance(event, ArgumentsDelta):
+            call = calls.setdefault(event.index, ToolCall(index=event.index, function=FunctionCall()))
+            call.function.arguments += event.text
+    message = ChatMessage(reasoning_content=reasoning or None, tool_calls=list(calls.values()) or None)
+    if content:
+        message.content = content
+    return message

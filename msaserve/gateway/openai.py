@@ -146,6 +146,11 @@ def parse(body: bytes, kind: type[RequestT]) -> RequestT:
         raise InvalidRequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(data, dict):
         raise InvalidRequestError("the request body must be a JSON object", code="invalid_json")
+    return from_fields(data, kind)
+
+
+def from_fields(data: dict[str, Any], kind: type[RequestT]) -> RequestT:
+    """Raises InvalidRequestError for a field that does not fit `kind` or means what is not served."""
     for name, accepted in _REFUSED.items():
         if name in data and name not in kind.__struct_fields__ and data[name] not in accepted:
             raise InvalidRequestError(

@@ -57,6 +57,8 @@ class OutputText:
         self._tokens: deque[tuple[ShownToken, int]] = deque()
         self.num_tokens = 0
         self.finish_reason: str | None = None
+        self.stop_string: str | None = None
+        """The one that ended it, if one did."""
 
     def push(self, event: TokenEvent) -> Delta | None:
         """What can be shown now, or None if nothing can. Events after the output has ended are ignored."""
@@ -104,6 +106,7 @@ class OutputText:
             text = self._held + text[:end]
             keep = len(text) - length
             self._held = ""
+            self.stop_string = text[keep:]
         if keep:
             shown.append(text[:keep])
             self._num_shown_chars += keep

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -67,16 +68,36 @@ def error_of(error: BaseException) -> tuple[int, ErrorBody]:
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
-def error_response(error: BaseException) -> Response:
+def server_event(data: bytes, name: str = "") -> bytes:
+    """One server-sent event, as it is sent. data: without line breaks."""
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + data + b"\n\n"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How an API says what is no answer."""
+
+    error: Callable[[int, ErrorBody], bytes]
+    """The body of a response, for its status."""
+    error_event: Callable[[int, ErrorBody], bytes]
+    """What ends a stream that fails."""
+    keep_alive: bytes = b": keep-alive\n\n"
+    """What a silent stream sends."""
+
+
+OPENAI = Dialect(lambda status, body: body.encode(), lambda status, body: server_event(body.encode()))
+
+
+def error_response(error: BaseException, dialect: Dialect = OPENAI) -> Response:
     status, body = error_of(error)
-    _log_failure(error, status)
+    log_failure(error, status)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if status in (429, 503):
         headers["retry-after"] = "1"
-    return Response(body.encode(), status, headers, media_type="application/json")
+    return Response(dialect.error(status, body), status, headers, media_type="application/json")
 
 
-def _log_failure(error: BaseException, status: int) -> None:
+def log_failure(error: BaseException, status: int) -> None:
     if isinstance(error, MsaserveError):
         if status >= 500:
             _log.error("request failed: %s", error)
@@ -130,9 +151,10 @@ class EventStream:
     An error before the first event is answered with its own status; a later one ends the stream with an error event.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        """events: the payload of each `data:` line."""
+    def __init__(self, events: AsyncGenerator[bytes, None], dialect: Dialect = OPENAI) -> None:
+        """events: as `server_event` makes them."""
         self._events = events
+        self._dialect = dialect
         self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,7 +169,7 @@ class EventStream:
             await asyncio.wait({first}, timeout=HEADER_DELAY_SECONDS)
             error = first.exception() if first.done() else None
             if error is not None:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, self._dialect)(scope, receive, send)
                 return
             await send(
                 {
@@ -168,14 +190,14 @@ class EventStream:
     async def _send_events(self, first: asyncio.Future[bytes | None], send: Send) -> None:
         keep_alive = asyncio.ensure_future(self._keep_alive(send))
         try:
-            payload = await first
-            while payload is not None:
-                await self._send(send, b"data: " + payload + b"\n\n")
-                payload = await anext(self._events, None)
+            event = await first
+            while event is not None:
+                await self._send(send, event)
+                event = await anext(self._events, None)
         except Exception as error:
             status, body = error_of(error)
-            _log_failure(error, status)
-            await self._send(send, b"data: " + body.encode() + b"\n\n")
+            log_failure(error, status)
+            await self._send(send, self._dialect.error_event(status, body))
         finally:
             keep_alive.cancel()
             await asyncio.gather(keep_alive, return_exceptions=True)
@@ -190,4 +212,4 @@ class EventStream:
         while True:
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
             if time.monotonic() - self._last_sent >= KEEP_ALIVE_SECONDS * 0.9:
-                await self._send(send, b": keep-alive\n\n")
+                await self._send(send, self._dialect.keep_alive)
