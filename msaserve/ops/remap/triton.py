@@ -16,7 +16,6 @@ from msaserve.ops.hopper import why_not_triton
 from msaserve.ops.remap import BlockQueries
 from msaserve.ops.triton_ragged import query_tile
 
-
 MIN_SHARED = 4
 """Queries of a tile that must have chosen a block for the tile to share it, and"""
 MIN_BLOCKS = 3

@@ -20,9 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from msaserve.ops.gluon_tma import tma_load
+from msaserve.ops.gluon_tma import descriptor, tma_load
 from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.select_blocks import triton_prefill
 from msaserve.ops.select_blocks.triton_prefill import num_workers, split_of
@@ -192,9 +191,7 @@ def score_tiles(
     num_heads, dim = index_q.shape[1:]
     block_size = index_k_cache.shape[1]
     heads_padded = triton.next_power_of_2(num_heads)
-    block = [1, block_size, dim]
-    element = gl.bfloat16 if index_q.dtype == torch.bfloat16 else gl.float16
-    pages = TensorDescriptor.from_tensor(index_k_cache, block, gl.NVMMASharedLayout.get_default_for(block, element))
+    pages = descriptor(index_k_cache, (1, block_size, dim))
     split_blocks = split_of(num_tiles, num_blocks, num_workers(index_q.device))
     _score_kernel[(num_tiles, triton.cdiv(num_blocks, split_blocks))](
         index_q,

@@ -16,9 +16,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from msaserve.ops.gluon_tma import tma_load
+from msaserve.ops.gluon_tma import descriptor, tma_load
 from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.sparse_attend import triton_kv_major
 from msaserve.ops.sparse_attend.gluon_shared import attend_shared
@@ -305,19 +304,12 @@ def attend_items(
     """Partial outputs of the (query, block) pairs of some work items, whose blocks are full of tokens."""
     num_tokens, num_kv_heads, topk, group, dim = partial_out.shape
     block_size = k_cache.shape[1]
-    element = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     rows = q.as_strided((num_tokens * num_kv_heads * group, dim), (q.stride(1), 1))
-    k_box, v_box = [1, 1, block_size, 64], [1, 1, block_size, dim]
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count
     _attend_kernel[(min(items.shape[0] * items.shape[1], workers),)](
-        TensorDescriptor.from_tensor(rows, [group, 64], swizzled),
-        TensorDescriptor.from_tensor(
-            k_cache.permute(0, 2, 1, 3), k_box, gl.NVMMASharedLayout.get_default_for(k_box, element)
-        ),
-        TensorDescriptor.from_tensor(
-            v_cache.permute(0, 2, 1, 3), v_box, gl.NVMMASharedLayout.get_default_for(v_box, element)
-        ),
+        descriptor(rows, (group, 64)),
+        descriptor(k_cache.permute(0, 2, 1, 3), (1, 1, block_size, 64)),
+        descriptor(v_cache.permute(0, 2, 1, 3), (1, 1, block_size, dim)),
         entries,
         items,
         counts,

@@ -16,9 +16,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from msaserve.ops.gluon_tma import tma_load
+from msaserve.ops.gluon_tma import descriptor, tma_load
 from msaserve.ops.remap.triton import SharedBlocks
 
 ROWS = 64
@@ -272,18 +271,13 @@ def attend_shared(
     """Partial outputs of what tiles of 256 / G queries share. What `gluon_kv_major.why_not` asks for is met."""
     num_tokens, num_kv_heads, topk, group, dim = partial_out.shape
     block_size = k_cache.shape[1]
-    element = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    boxes = [ROWS // group, group, 64], [1, 1, block_size, 64], [1, 1, block_size, dim]
-    views = q, k_cache.permute(0, 2, 1, 3), v_cache.permute(0, 2, 1, 3)
-    descriptors = [
-        TensorDescriptor.from_tensor(view, box, gl.NVMMASharedLayout.get_default_for(box, element))
-        for view, box in zip(views, boxes, strict=True)
-    ]
     num_tiles, capacity = shared.blocks.shape[1:3]
     total = num_kv_heads * num_tiles
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count
     _shared_kernel[(min(total, workers),)](
-        *descriptors,
+        descriptor(q, (ROWS // group, group, 64)),
+        descriptor(k_cache.permute(0, 2, 1, 3), (1, 1, block_size, 64)),
+        descriptor(v_cache.permute(0, 2, 1, 3), (1, 1, block_size, dim)),
         block_table,
         seq_lens,
         cu_query_lens,
