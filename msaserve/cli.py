@@ -16,6 +16,7 @@ import tyro
 import msaserve
 from msaserve.config import EngineConfig, ModelConfig
 from msaserve.errors import CheckpointError, InvalidRequestError, MsaserveError
+from msaserve.eval.command import Eval
 from msaserve.gateway.app import create_app
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.command import Gateway, HttpOptions, curl
@@ -203,11 +204,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"msaserve {msaserve.__version__}")
         return 0
     try:
-        command: Serve | Worker | Gateway | Generate | Check = tyro.cli(
+        command: Serve | Worker | Gateway | Generate | Eval | Check = tyro.cli(
             Annotated[Serve, tyro.conf.subcommand("serve")]
             | Annotated[Worker, tyro.conf.subcommand("worker")]
             | Annotated[Gateway, tyro.conf.subcommand("gateway")]
             | Annotated[Generate, tyro.conf.subcommand("generate")]
+            | Annotated[Eval, tyro.conf.subcommand("eval")]
             | Annotated[Check, tyro.conf.subcommand("check")],
             prog="msaserve",
             description="Serve MiniMax-M3 and models of its kind. `msaserve --version` prints the version.",

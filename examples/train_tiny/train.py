@@ -1,0 +1,248 @@
+"""Trains the small MiniMax-M3 and exports its checkpoint. README.md says why it is so."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from examples.train_tiny.checkpoint import export, write_small_files
+from examples.train_tiny.data import Batch, Batches
+from examples.train_tiny.model import balance_experts, build, forward
+from examples.train_tiny.recipe import FULL, SMOKE, Recipe
+from msaserve.config import ModelConfig
+from msaserve.models.loader import load_model
+from msaserve.models.minimax_m3 import MiniMaxM3
+
+STATE = "state.pt"
+CHECKPOINT = "checkpoint"
+TEXT_SHARE = 0.25
+"""Of the tokens that are no reply: those whose loss is computed."""
+
+
+class Clock:
+    """How far the training is, 0 to 1: by steps if their number is given, else by time spent, over all runs."""
+
+    def __init__(self, *, minutes: float, steps: int | None, spent_s: float) -> None:
+        self._seconds, self._steps = minutes * 60, steps
+        self._start = time.monotonic() - spent_s
+
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self._start
+
+    def progress(self, step: int) -> float:
+        return min(1.0, step / self._steps if self._steps else self.spent_s / self._seconds)
+
+
+class Plan:
+    """(step, stage) of the batches to make. The stage is the one at the time a batch is ordered, a few steps ahead."""
+
+    def __init__(self, recipe: Recipe, clock: Clock, first_step: int) -> None:
+        self._recipe, self._clock, self._first_step = recipe, clock, first_step
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        step = self._first_step
+        while True:
+            yield step, stage_at(self._recipe, self._clock.progress(step))
+            step += 1
+
+
+def stage_at(recipe: Recipe, progress: float) -> int:
+    end = 0.0
+    for number, stage in enumerate(recipe.stages):
+        end += stage.share
+        if progress < end:
+            return number
+    return len(recipe.stages) - 1
+
+
+def learning_rate(recipe: Recipe, step: int, progress: float) -> float:
+    """Linear warm-up, then half a cosine down to a twentieth."""
+    decay = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
+    return recipe.learning_rate * min(1.0, (step + 1) / recipe.warm_up_steps) * decay
+
+
+def make_optimizer(model: MiniMaxM3, recipe: Recipe) -> torch.optim.AdamW:
+    """One for all: the index branch has its own loss, but Adam's steps do not depend on a loss's scale."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def losses(model: MiniMaxM3, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The loss of one batch, and what to log of it."""
+    output = forward(
+        model,
+        batch.token_ids,
+        batch.positions,
+        topk=batch.topk,
+        index_rows=batch.index_rows,
+        media_rows=batch.media_rows,
+        patches=batch.normalized_patches(),
+        grid_thw=batch.grid_thw,
+    )
+    is_text = batch.is_text & (torch.rand(batch.is_text.shape, device=batch.is_text.device) < TEXT_SHARE)
+    reply_loss, is_right = _predict(model, output.hidden, batch.token_ids, batch.is_reply)
+    text_loss, _ = _predict(model, output.hidden, batch.token_ids, is_text)
+    loss = reply_loss + recipe.text_weight * text_loss + output.index_loss
+    # A reply whose every token is the likeliest is what greedy decoding says.
+    numbers = batch.reply_number[batch.is_reply]
+    right = torch.ones(len(batch.reply_skills), device=numbers.device)
+    right.scatter_reduce_(0, numbers, is_right.float(), "amin")
+    log = {
+        "reply": reply_loss.detach(),
+        "text": text_loss.detach(),
+        "index": output.index_loss.detach(),
+        "right": right,
+        "skills": batch.reply_skills,
+        "loads": output.expert_loads,
+    }
+    return loss, log
+
+
+def _predict(
+    model: MiniMaxM3, hidden: torch.Tensor, token_ids: torch.Tensor, where: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean loss of the tokens at `where` [B, T], and whether each is the likeliest."""
+    logits = model.logits(hidden[:, :-1][where[:, 1:]])
+    labels = token_ids[:, 1:][where[:, 1:]]
+    return F.cross_entropy(logits, labels), logits.argmax(-1) == labels
+
+
+def train(arguments: argparse.Namespace) -> float:
+    """Returns the last mean loss of replies."""
+    torch.manual_seed(arguments.seed)
+    torch.set_float32_matmul_precision("high")
+    recipe: Recipe = SMOKE if arguments.smoke else FULL
+    device = torch.device(arguments.device)
+    out: Path = arguments.out
+    write_small_files(out / CHECKPOINT)
+    config = ModelConfig.from_checkpoint(out / CHECKPOINT)
+    state_path: Path = (arguments.state or out) / STATE
+    model, step, spent_s = build(config, seed=arguments.seed), 0, 0.0
+    saved = torch.load(state_path, map_location="cpu", weights_only=True) if state_path.exists() else None
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        step, spent_s = saved["step"], saved["spent_s"]
+    elif arguments.resume_from is not None:
+        # The weights alone, in bfloat16: the optimizer starts anew.
+        model.load_state_dict(load_model(arguments.resume_from, config=config).state_dict())
+        progress = json.loads((arguments.resume_from / "progress.json").read_text())
+        step, spent_s = progress["step"], progress["spent_s"]
+    model.to(device)
+    optimizer = make_optimizer(model, recipe)
+    if saved is not None:
+        optimizer.load_state_dict(saved["optimizer"])
+    first_step = step if saved is None else 0
+    clock = Clock(minutes=arguments.minutes, steps=arguments.steps, spent_s=spent_s)
+    loader = DataLoader(
+        Batches(recipe, out / CHECKPOINT, seed=arguments.seed),
+        batch_size=None,
+        sampler=Plan(recipe, clock, step),  # type: ignore[arg-type]
+        num_workers=arguments.workers,
+        prefetch_factor=4 if arguments.workers else None,
+        pin_memory=device.type == "cuda",
+    )
+    stop_at = time.monotonic() + 60 * arguments.max_minutes
+    reply_loss, log = math.inf, Log(out / "log.jsonl")
+    for batches in loader:
+        progress_now = clock.progress(step)
+        if progress_now >= 1.0 or time.monotonic() > stop_at:
+            break
+        rate = learning_rate(recipe, step - first_step, progress_now)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for batch in batches:
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss, values = losses(model, batch.to(device), recipe)
+            (loss / len(batches)).backward()
+            balance_experts(model, values["loads"], recipe.expert_bias_step)
+            log.add(values)
+        norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+        # A batch that overflowed teaches nothing; the weights must outlive it.
+        if torch.isfinite(norm):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if step % arguments.log_every == 0:
+            reply_loss = log.write(step, clock, stage_at(recipe, progress_now), rate, float(norm))
+    export(model, out / CHECKPOINT)
+    (out / CHECKPOINT / "progress.json").write_text(json.dumps({"step": step, "spent_s": clock.spent_s}) + "\n")
+    state_path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "spent_s": clock.spent_s},
+        state_path,
+    )
+    is_done = clock.progress(step) >= 1.0
+    print(f"{'done' if is_done else 'to be resumed'}: step {step}, {clock.spent_s / 60:.1f} minutes", flush=True)
+    return reply_loss
+
+
+class Log:
+    """Means over a few steps, one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._values: list[dict[str, Any]] = []
+        self._time = time.monotonic()
+
+    def add(self, values: dict[str, Any]) -> None:
+        self._values.append(values)
+
+    def write(self, step: int, clock: Clock, stage: int, rate: float, norm: float) -> float:
+        right: dict[str, list[float]] = defaultdict(list)
+        for values in self._values:
+            for skill, share in zip(values["skills"], values["right"].tolist(), strict=True):
+                right[skill].append(share)
+        means = {
+            name: float(torch.stack([v[name] for v in self._values]).mean()) for name in ("reply", "text", "index")
+        }
+        line = {
+            "step": step,
+            "minutes": round(clock.spent_s / 60, 3),
+            "stage": stage,
+            "rate": rate,
+            "norm": norm,
+            "seconds": round(time.monotonic() - self._time, 2),
+            **{name: round(value, 4) for name, value in means.items()},
+            **{f"right_{skill}": round(sum(shares) / len(shares), 4) for skill, shares in sorted(right.items())},
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(line, flush=True)
+        self._values.clear()
+        self._time = time.monotonic()
+        return means["reply"]
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m examples.train_tiny.train", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="checkpoint/, log.jsonl and state.pt go here")
+    parser.add_argument("--state", type=Path, help="keep state.pt (weights, optimizer: 160 MB) here instead")
+    parser.add_argument("--resume-from", type=Path, help="an exported checkpoint, if there is no state.pt")
+    parser.add_argument("--minutes", type=float, default=22.0, help="of the whole training, over all runs")
+    parser.add_argument("--max-minutes", type=float, default=1e9, help="of this run: then save and stop")
+    parser.add_argument("--steps", type=int, help="measure progress by steps in place of time")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=12, help="processes that make batches")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--smoke", action="store_true", help="tiny batches, to see that everything works")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    train(parse_arguments())

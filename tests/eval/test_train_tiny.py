@@ -1,0 +1,272 @@
+"""The training example: its forward pass is the served model's, its batches are labelled rightly, and it trains."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from examples.train_tiny import data, model, recipe, train
+from msaserve import pixels
+from msaserve.config import ModelConfig
+from msaserve.eval import picture, tool, video, words
+from msaserve.eval.example import Example
+from msaserve.llm import LLM
+from msaserve.models.loader import load_model
+from msaserve.tokenizer import Tokenizer
+from msaserve.types import SamplingParams
+
+TOPK = 2
+"""Of the checkpoint `narrow`."""
+
+
+@pytest.fixture(scope="module")
+def oracle(narrow: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        narrow, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def trained_forward(directory: Path, token_ids: torch.Tensor, **media: Any) -> torch.Tensor:
+    """Logits [T, vocabulary] of one prompt, by the pass that training differentiates."""
+    served = load_model(directory)
+    num_tokens = token_ids.shape[1]
+    padded = torch.nn.functional.pad(token_ids, (0, -num_tokens % 128))
+    positions = torch.arange(padded.shape[1])[None]
+    with torch.no_grad():
+        rows = torch.zeros((1, 1), dtype=torch.int64)
+        out = model.forward(served, padded, positions, topk=TOPK, index_rows=rows, **media)
+        return served.logits(out.hidden[0, :num_tokens])
+
+
+def text_prompt(num_tokens: int) -> torch.Tensor:
+    return torch.randint(0, 4000, (1, num_tokens), generator=torch.Generator().manual_seed(3))
+
+
+def relative_error(found: torch.Tensor, known: torch.Tensor) -> float:
+    return float((found - known).norm() / known.norm())
+
+
+def test_forward_is_transformers_and_its_selection_matters(narrow: Path, oracle: Any) -> None:
+    token_ids = text_prompt(900)
+    logits = trained_forward(narrow, token_ids)
+    with torch.no_grad():
+        known = oracle(input_ids=token_ids).logits[0]
+    assert relative_error(logits, known) < 1e-5
+    served = load_model(narrow)
+    positions = torch.arange(896)[None]
+    with torch.no_grad():
+        rows = torch.zeros((1, 1), dtype=torch.int64)
+        dense = model.forward(served, token_ids[:, :896], positions, topk=None, index_rows=rows)
+    assert relative_error(served.logits(dense.hidden[0]), known[:896]) > 0.05
+
+
+def test_forward_is_the_served_model_and_transformers_says_the_same(narrow: Path, oracle: Any) -> None:
+    token_ids = text_prompt(700)
+    logprobs = trained_forward(narrow, token_ids)[-1].log_softmax(-1)
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=8, ignore_eos=True)
+    with LLM(narrow, device="cpu", kv_cache_gib=0.1, max_num_batched_tokens=256, max_model_len=1024) as llm:
+        (result,) = llm.generate([token_ids[0].tolist()], params)
+    output = result.outputs[0]
+    assert output.logprobs is not None
+    assert output.token_ids[0] == int(logprobs.argmax())
+    for token, logprob in output.logprobs[0].top:
+        assert logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
+    with torch.no_grad():
+        said = oracle.generate(token_ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert said[0, 700:].tolist() == output.token_ids
+
+
+@pytest.mark.parametrize("skill", ["picture", "video"])
+def test_forward_sees_what_transformers_sees(narrow: Path, oracle: Any, skill: str) -> None:
+    rng = random.Random(2)
+    example = picture.generate(rng) if skill == "picture" else video.generate(rng)
+    sequence = data.Writer(narrow).write(example)
+    (item,) = sequence.media
+    grid = data.Writer(narrow).spec.grid_rows(item.grid_thw)
+    token_ids = torch.from_numpy(sequence.token_ids)[None]
+    patches = torch.from_numpy(pixels.normalize(item.patches))
+    is_media = data.Writer(narrow).is_media(sequence.token_ids)
+    logits = trained_forward(
+        narrow, token_ids, media_rows=torch.from_numpy(np.flatnonzero(is_media)), patches=patches, grid_thw=grid
+    )
+    names = ("pixel_values", "image_grid_thw") if skill == "picture" else ("pixel_values_videos", "video_grid_thw")
+    with torch.no_grad():
+        known = oracle(input_ids=token_ids, **{names[0]: patches, names[1]: torch.tensor(grid)}).logits[0]
+    assert relative_error(logits, known) < 1e-5
+
+
+def test_index_loss_reaches_the_index_branch_alone(untrained: Path) -> None:
+    made = load_model(untrained)
+    token_ids = text_prompt(512)
+    rows = torch.randint(0, 512, (1, 16), generator=torch.Generator().manual_seed(0))
+    parameters = [p.requires_grad_(not name.endswith("score_bias")) for name, p in made.named_parameters()]
+    assert parameters
+    positions = torch.arange(512)[None]
+    model.forward(made, token_ids, positions, topk=TOPK, index_rows=rows).index_loss.backward()
+    for name, parameter in made.named_parameters():
+        if parameter.grad is None:
+            continue
+        if name.endswith("in_proj.weight"):
+            num_main = 64 * (16 + 2 + 2)
+            assert not parameter.grad[:num_main].any(), name
+            assert parameter.grad[num_main:].any(), name
+        else:
+            assert "index_" in name or not parameter.grad.any(), name
+    model_loss = model.forward(made, token_ids, positions, topk=TOPK, index_rows=rows).hidden.sum()
+    for parameter in made.parameters():
+        parameter.grad = None
+    model_loss.backward()
+    for name, parameter in made.named_parameters():
+        assert "index_" not in name or parameter.grad is None
+        if name.endswith("in_proj.weight") and parameter.shape[0] > 64 * 20:
+            assert parameter.grad is not None
+            assert not parameter.grad[64 * 20 :].any()
+
+
+def test_block_mass_and_scores_token_by_token() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, 3, 8, generator=generator), torch.randn(1, 2, 8, 8, generator=generator)
+    index_q, index_k = torch.randn(1, 2, 3, 8, generator=generator), torch.randn(1, 8, 8, generator=generator)
+    rows = torch.tensor([[7, 2, 5]])
+    is_visible = (rows[..., None] >= torch.arange(8))[:, None]
+    mass = model.block_mass(q, k, is_visible, 4)
+    scores = model.block_scores(index_q, index_k, is_visible, 4)
+    for r, row in enumerate(rows[0].tolist()):
+        for head in range(2):
+            known = torch.zeros(2)
+            for member in (2 * head, 2 * head + 1):
+                shares = ((q[0, member, r] @ k[0, head, : row + 1].T) * 8**-0.5).softmax(0)
+                for token, share in enumerate(shares):
+                    known[token // 4] += share / 2
+            assert torch.allclose(mass[0, head, r], known, atol=1e-6)
+            dots = (index_q[0, head, r] @ index_k[0, : row + 1].T).tolist()
+            best = [max(dots[n * 4 : n * 4 + 4], default=-np.inf) for n in range(2)]
+            assert scores[0, head, r].tolist() == pytest.approx(best, abs=1e-5)
+
+
+def test_chunks_of_selected_attention_join(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_ids = text_prompt(900)
+    whole = trained_forward(narrow, token_ids)
+    monkeypatch.setattr(model, "MAX_MASK_ELEMENTS", 16 * 1024 * 256)
+    monkeypatch.setattr(model, "MAX_KL_ELEMENTS", 1)
+    assert relative_error(trained_forward(narrow, token_ids), whole) < 1e-6
+
+
+def test_experts_are_balanced(untrained: Path) -> None:
+    made = load_model(untrained)
+    router = made.layers[1].mlp.router  # type: ignore[union-attr]
+    before = router.score_bias.clone()
+    loads = [torch.tensor([9, 1, 1, 1, 1, 1, 1, 1])] * 3
+    model.balance_experts(made, loads, 0.5)
+    assert (router.score_bias - before).tolist() == pytest.approx([-0.5] + [0.5] * 7)
+
+
+def test_replies_are_labelled_whole(untrained: Path, tokenizer: Tokenizer) -> None:
+    writer, rng = data.Writer(untrained), random.Random(1)
+    examples: list[Example] = [tool.generate(rng) for _ in range(6)]
+    examples += [picture.generate(rng, num_questions=2), video.generate(rng, num_questions=2)]
+    for example in examples:
+        sequence = writer.write(example)
+        assert len(sequence.replies) == len(example.turns)
+        for (start, end), turn in zip(sequence.replies, example.turns, strict=True):
+            said = tokenizer.decode(sequence.token_ids[start:end].tolist(), skip_special_tokens=False)
+            assert said.endswith("[e~[")
+            if example.skill == "tool":
+                assert said.startswith("<mm:think>") == (example.thinking == "adaptive")
+                assert turn.reply.reasoning in said
+            else:
+                assert said == turn.reply.content + "[e~["
+
+
+def test_batches_are_seeded_and_positions_stretch(untrained: Path) -> None:
+    small = recipe.SMOKE
+    batches = data.Batches(small, untrained, seed=3)
+    again = data.Batches(small, untrained, seed=3)[5, 1]
+    for one, two in zip(batches[5, 1], again, strict=True):
+        assert torch.equal(one.token_ids, two.token_ids)
+        assert torch.equal(one.positions, two.positions)
+        assert one.topk == two.topk
+        assert not (one.is_reply & one.is_text).any()
+        assert (one.reply_number >= 0).eq(one.is_reply).all()
+        assert int(one.reply_number.max()) + 1 == len(one.reply_skills)
+        if one.patches is not None:
+            assert one.media_rows is not None
+            assert len(one.media_rows) * 4 == len(one.patches) == sum(t * h * w for t, h, w in one.grid_thw)
+            normalized = one.normalized_patches()
+            assert normalized is not None
+            assert np.allclose(normalized.numpy(), pixels.normalize(one.patches.numpy()), atol=1e-6)
+    furthest, breaks = 0, []
+    for step in range(20):
+        long = batches[step, 0][0]
+        leaps = long.positions.diff(dim=1)
+        assert (leaps >= 1).all()
+        furthest = max(furthest, int(long.positions.max()))
+        before = long.token_ids[:, :-1][leaps > 1]
+        breaks += before.tolist()
+    assert furthest > 50_000
+    assert furthest <= small.max_position
+    assert set(breaks) == {batches.writer.line_break}
+
+
+def test_every_listed_word_is_one_token(tokenizer: Tokenizer) -> None:
+    listed = [*words.NAMES, *words.CITIES, *words.NOUNS, *words.COLOURS, *words.SHAPES]
+    assert all(len(tokenizer.encode(f" {word}")) == 1 for word in listed)
+    assert len(tokenizer.encode("48213")) == 5
+    for token in (*recipe.SPECIAL_TOKENS, *recipe.MARKER_TOKENS):
+        assert tokenizer.encode(token) == [recipe.token_id(token)]
+        assert tokenizer.decode([recipe.token_id(token)]) == ("" if token in recipe.SPECIAL_TOKENS else token)
+
+
+def test_stages_and_rates() -> None:
+    full = recipe.FULL
+    assert sum(stage.share for stage in full.stages) == pytest.approx(1.0)
+    assert [train.stage_at(full, p) for p in (0.0, 0.2, 0.5, 0.9, 1.0)] == [0, 1, 2, 3, 3]
+    assert train.learning_rate(full, 0, 0.0) < 0.02 * full.learning_rate
+    assert train.learning_rate(full, 10_000, 1.0) == pytest.approx(full.learning_rate / 20)
+    assert not any(stage.is_sparse for stage in full.stages[:2])
+    assert full.stages[-1].max_context <= 16_384
+
+
+@pytest.mark.slow
+def test_smoke_training_learns_resumes_and_exports(tmp_path: Path) -> None:
+    def run(*options: str) -> float:
+        arguments = ["--smoke", "--device", "cpu", "--out", str(tmp_path), "--workers", "0", "--log-every", "2"]
+        return train.train(train.parse_arguments([*arguments, *options]))
+
+    first = run("--steps", "4")
+    state = torch.load(tmp_path / train.STATE, weights_only=True)
+    assert state["step"] == 4
+    # Twice as many steps: the run goes on where the first ended, in the second stage.
+    last = run("--steps", "8")
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == [2, 4, 6, 8]
+    assert [line["stage"] for line in log] == [0, 1, 1, 1]
+    assert last < first < log[0]["reply"]
+    checkpoint = tmp_path / train.CHECKPOINT
+    files = list(checkpoint.iterdir())
+    assert sum(file.stat().st_size for file in files) < 40 * 10**6
+    assert max(file.stat().st_size for file in files) < 16 * 2**20
+    trained = torch.load(tmp_path / train.STATE, weights_only=True)
+    assert trained["step"] == 8
+    assert trained["spent_s"] > state["spent_s"]
+    # No time left: it stops at once and loses nothing.
+    run("--steps", "1000", "--max-minutes", "0")
+    assert torch.load(tmp_path / train.STATE, weights_only=True)["step"] == 8
+    exported = load_model(checkpoint).state_dict()
+    for name, tensor in trained["model"].items():
+        assert torch.equal(exported[name], tensor.bfloat16().float()), name
+    with LLM(checkpoint, device="cpu", kv_cache_gib=0.1, max_model_len=1024) as llm:
+        (result,) = llm.chat([{"role": "user", "content": "What is the code of Alice?"}])
+    assert result.outputs[0].finish_reason in ("stop", "length")
+    assert ModelConfig.from_checkpoint(checkpoint).eos_token_ids == (recipe.token_id("[e~["),)
+    # Without its state, a run goes on from the exported weights.
+    (tmp_path / train.STATE).unlink()
+    run("--steps", str(trained["step"] + 1), "--resume-from", str(checkpoint))
+    assert torch.load(tmp_path / train.STATE, weights_only=True)["step"] == trained["step"] + 1
