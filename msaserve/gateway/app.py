@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import re
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,22 +13,25 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from msaserve.config import GenerationDefaults
 from msaserve.errors import InvalidRequestError, MsaserveError, OverloadedError
+from msaserve.gateway import messages, responses
 from msaserve.gateway.answer import Answer, ChatAnswer, CompletionAnswer
+from msaserve.gateway.blocks import BlockAnswer
 from msaserve.gateway.chat import ChatTemplate, check_template_kwargs, thinking_kwargs, without_thinking
 from msaserve.gateway.chat import check_length as check_text_length
 from msaserve.gateway.chat_output import ChatOutput
 from msaserve.gateway.client import EngineClient
+from msaserve.gateway.envelope import Envelope, answer_error, dialect_of
 from msaserve.gateway.media.pipeline import MediaPart, MediaPipeline
+from msaserve.gateway.messages import CountTokensRequest, MessagesAnswer, MessagesRequest
 from msaserve.gateway.openai import (
     ChatRequest,
     CompletionRequest,
@@ -45,28 +45,23 @@ from msaserve.gateway.openai import (
     sampling_params,
 )
 from msaserve.gateway.parsers.minimax_m3 import MARKER_TOKENS, thinking_mode
+from msaserve.gateway.responses import ResponsesAnswer, ResponsesRequest
 from msaserve.gateway.stream import Generation
 from msaserve.gateway.tools import tool_use
 from msaserve.gateway.transport import (
-    ClientGoneError,
     EventStream,
     NoSuchModelError,
-    error_response,
     read_body,
     until_disconnect,
 )
-from msaserve.observe.log import ACCESS_LOGGER
 from msaserve.observe.metrics import CONTENT_TYPE, ServerMetrics
 from msaserve.tokenizer import Tokenizer
 from msaserve.types import GenerateRequest, MediaItem, ModelInfo
 
 _log = logging.getLogger(__name__)
-_access_log = logging.getLogger(ACCESS_LOGGER)
 
 _THREAD_BYTES = 16_384
 """Bodies above this are tokenised in a thread: the event loop serves other streams meanwhile."""
-_OPEN_PATHS = ("/health", "/ready")
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 T = TypeVar("T")
 
@@ -100,6 +95,9 @@ def create_app(
         Route("/v1/models/{model:path}", gateway.model, methods=["GET"]),
         Route("/v1/completions", gateway.completions, methods=["POST"]),
         Route("/v1/chat/completions", gateway.chat_completions, methods=["POST"]),
+        Route("/v1/responses", gateway.responses, methods=["POST"]),
+        Route("/v1/messages", gateway.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", gateway.count_tokens, methods=["POST"]),
         Route("/tokenize", gateway.tokenize, methods=["POST"]),
         Route("/detokenize", gateway.detokenize, methods=["POST"]),
         Route("/health", gateway.health, methods=["GET"]),
@@ -119,8 +117,8 @@ def create_app(
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Envelope, settings=settings, metrics=gateway.metrics, paths=paths)],
-        exception_handlers={HTTPException: _answer_error, MsaserveError: _answer_error},
+        middleware=[Middleware(Envelope, api_key=settings.api_key, metrics=gateway.metrics, paths=paths)],
+        exception_handlers={HTTPException: answer_error, MsaserveError: answer_error},
         lifespan=lifespan,
     )
     app.state.gateway = gateway
@@ -176,12 +174,46 @@ class Gateway:
 
         return await self._chat(request, asked, len(body), new_answer, arrival)
 
+    async def responses(self, request: Request) -> ASGIApp:
+        arrival = time.perf_counter()
+        body = await self._body(request)
+        asked = parse(body, ResponsesRequest)
+        chat = responses.chat_of(asked)
+
+        def new_answer(new_output: Callable[[], ChatOutput]) -> BlockAnswer:
+            return ResponsesAnswer(asked, new_output(), model=self._settings.served_model_name)
+
+        with chat.own_names():
+            return await self._chat(request, chat.chat_request(), len(body), new_answer, arrival)
+
+    async def messages(self, request: Request) -> ASGIApp:
+        arrival = time.perf_counter()
+        body = await self._body(request)
+        chat = messages.chat_of(parse(body, MessagesRequest))
+
+        def new_answer(new_output: Callable[[], ChatOutput]) -> BlockAnswer:
+            return MessagesAnswer(new_output(), model=self._settings.served_model_name)
+
+        with chat.own_names():
+            return await self._chat(request, chat.chat_request(), len(body), new_answer, arrival)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """The prompt of a request to /v1/messages, its pictures and clips included."""
+        body = await self._body(request)
+        chat = messages.chat_of(parse(body, CountTokensRequest))
+        async with AsyncExitStack() as stack:
+            with chat.own_names():
+                asked = chat.chat_request()
+                self._check_model(asked.model)
+                prompt = await self._chat_prompt(request, asked, await self.model_info(), len(body), stack)
+            return _json({"input_tokens": len(prompt.token_ids)})
+
     async def _chat(
         self,
         request: Request,
         asked: ChatRequest,
         size: int,
-        new_answer: Callable[[Callable[[], ChatOutput]], Answer],
+        new_answer: Callable[[Callable[[], ChatOutput]], Answer | BlockAnswer],
         arrival: float,
     ) -> ASGIApp:
         """size: of the body, in bytes. new_answer: gets what makes the reader of one output."""
@@ -312,7 +344,7 @@ class Gateway:
         self,
         request: Request,
         asked: ChatRequest | CompletionRequest,
-        answer: Answer,
+        answer: Answer | BlockAnswer,
         generates: list[GenerateRequest],
         arrival: float,
     ) -> ASGIApp:
@@ -328,7 +360,7 @@ class Gateway:
             kept_tokens=MARKER_TOKENS if isinstance(asked, ChatRequest) else (),
         )
         if asked.stream:
-            return EventStream(answer.stream(generation))
+            return EventStream(answer.stream(generation), dialect_of(request.url.path))
         whole = await until_disconnect(request.receive, answer.collect(generation))
         return Response(whole, media_type="application/json")
 
@@ -396,68 +428,9 @@ def _until_sent(response: ASGIApp, resources: AsyncExitStack) -> ASGIApp:
     return send_all
 
 
-class Envelope:
-    """Around every request: its id, the API key, errors nobody else answered, and what is counted and logged."""
-
-    def __init__(
-        self, app: ASGIApp, *, settings: GatewaySettings, metrics: ServerMetrics, paths: frozenset[str]
-    ) -> None:
-        self._app = app
-        self._api_key = settings.api_key
-        self._metrics = metrics
-        self._paths = paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start = time.perf_counter()
-        headers = Headers(scope=scope)
-        request_id = headers.get("x-request-id", "")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
-        status = 0
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
-        try:
-            if self._api_key is not None and scope["path"] not in _OPEN_PATHS:
-                self._check_key(headers)
-            await self._app(scope, receive, send_with_id)
-        except (ClientGoneError, ClientDisconnect):
-            status = 499
-        except Exception as error:
-            if status:
-                raise
-            await error_response(error)(scope, receive, send_with_id)
-        path = scope["path"] if scope["path"] in self._paths else "other"
-        self._metrics.count_http(scope["method"], path, status)
-        if _access_log.isEnabledFor(logging.INFO):
-            milliseconds = (time.perf_counter() - start) * 1000
-            _access_log.info("%s %s %d %.1f ms %s", scope["method"], path, status, milliseconds, request_id)
-
-    def _check_key(self, headers: Headers) -> None:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        assert self._api_key is not None
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._api_key.encode()):
-            raise HTTPException(401, "a valid API key is needed: Authorization: Bearer KEY")
-
-
 async def _run(function: Callable[[], T], size: int) -> T:
     """Run it here when its input is small, in a thread when it is not."""
     return function() if size <= _THREAD_BYTES else await asyncio.to_thread(function)
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException) and error.status_code in (404, 405) and not isinstance(error, NoSuchModelError):
-        detail = f"{request.method} {request.url.path}: {error.detail.lower()}"
-        error = HTTPException(error.status_code, detail, dict(error.headers or {}))
-    return error_response(error)
 
 
 def _json(value: object, status: int = 200) -> Response:

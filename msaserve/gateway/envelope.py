@@ -1,0 +1,90 @@
+"""Around every request: its id, the API key, errors in the words of the API it spoke, counts and the access log."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from msaserve.gateway.messages import MESSAGES
+from msaserve.gateway.responses import RESPONSES
+from msaserve.gateway.transport import OPENAI, ClientGoneError, Dialect, NoSuchModelError, error_response
+from msaserve.observe.log import ACCESS_LOGGER
+from msaserve.observe.metrics import ServerMetrics
+
+_access_log = logging.getLogger(ACCESS_LOGGER)
+
+_OPEN_PATHS = ("/health", "/ready")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Envelope:
+    """Around every request: its id, the API key, errors nobody else answered, and what is counted and logged."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, metrics: ServerMetrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._api_key = api_key
+        self._metrics = metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            if self._api_key is not None and scope["path"] not in _OPEN_PATHS:
+                self._check_key(headers)
+            await self._app(scope, receive, send_with_id)
+        except (ClientGoneError, ClientDisconnect):
+            status = 499
+        except Exception as error:
+            if status:
+                raise
+            await error_response(error, dialect_of(scope["path"]))(scope, receive, send_with_id)
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        self._metrics.count_http(scope["method"], path, status)
+        if _access_log.isEnabledFor(logging.INFO):
+            milliseconds = (time.perf_counter() - start) * 1000
+            _access_log.info("%s %s %d %.1f ms %s", scope["method"], path, status, milliseconds, request_id)
+
+    def _check_key(self, headers: Headers) -> None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        keys = [key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        assert self._api_key is not None
+        if not any(key and hmac.compare_digest(key.encode(), self._api_key.encode()) for key in keys):
+            raise HTTPException(401, "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code in (404, 405) and not isinstance(error, NoSuchModelError):
+        detail = f"{request.method} {request.url.path}: {error.detail.lower()}"
+        error = HTTPException(error.status_code, detail, dict(error.headers or {}))
+    return error_response(error, dialect_of(request.url.path))
+
+
+def dialect_of(path: str) -> Dialect:
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return MESSAGES
+    return RESPONSES if path == "/v1/responses" else OPENAI
