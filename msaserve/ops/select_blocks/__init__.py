@@ -6,7 +6,7 @@ import torch
 
 from msaserve.ops.checks import check_caches, check_dtype, check_floats, check_int32, check_selection, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, on_card
+from msaserve.ops.hopper import ask_later, on_card, on_card_as_checked
 
 IMPLS = (
     Impl(
@@ -19,7 +19,7 @@ IMPLS = (
         "gluon_prefill",
         "msaserve.ops.select_blocks.gluon_score:select_blocks",
         ask_later("msaserve.ops.select_blocks.gluon_score:why_not"),
-        on_card,
+        on_card_as_checked,
     ),
     Impl(
         "triton_prefill",

@@ -14,7 +14,7 @@ from msaserve.ops.checks import (
     check_shapes,
 )
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, on_card
+from msaserve.ops.hopper import ask_later, on_card, on_card_as_checked
 
 
 def _why_not_paged(
@@ -51,7 +51,7 @@ IMPLS = (
         "gluon_kv_major",
         "msaserve.ops.sparse_attend.gluon_kv_major:sparse_attend",
         ask_later("msaserve.ops.sparse_attend.gluon_kv_major:why_not"),
-        on_card,
+        on_card_as_checked,
     ),
     Impl(
         "triton_kv_major",
