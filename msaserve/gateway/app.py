@@ -337,7 +337,10 @@ class Gateway:
         return _json({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
     async def show_metrics(self, request: Request) -> Response:
-        load = await self._client.load()
+        try:
+            load = await self._client.load()
+        except MsaserveError:  # the engine cannot be asked; what was counted here can
+            load = None
         return Response(self.metrics.render(load), headers={"content-type": CONTENT_TYPE})
 
     async def _answer(

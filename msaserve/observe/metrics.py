@@ -84,8 +84,8 @@ class ServerMetrics:
         """path: the route, not what the client sent, so that the number of series stays bounded."""
         self._http.labels(method, path, str(status)).inc()
 
-    def render(self, load: EngineLoad) -> bytes:
-        """The text format, with the engine's numbers as of `load`."""
+    def render(self, load: EngineLoad | None) -> bytes:
+        """The text format, with the engine's numbers as of `load`; without them if there is none."""
         self._load.load = load
         return generate_latest(self._registry)
 

@@ -111,6 +111,9 @@ async def test_a_worker_that_dies_and_comes_back(http: httpx.AsyncClient) -> Non
             assert (await http.get(f"{url}/ready")).status_code == 503
             gone = await http.post(f"{url}/v1/completions", json=completion(model="m3"))
             assert gone.status_code == 503, gone.text
+            metrics = (await http.get(f"{url}/metrics")).text
+            assert 'path="/v1/completions",status="503"} 1.0' in metrics
+            assert "num_pages" not in metrics
         with worker(address) as second:
             second.line(ADDRESS)
             for _ in range(200):
