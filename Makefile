@@ -1,4 +1,5 @@
 # Two commands: `make serve` and `make test`. Both make .venv first, both work without a GPU.
+# `make eval CHECKPOINT=DIR` asks a trained checkpoint questions of every skill.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,13 +7,16 @@ CHECKPOINT ?= tests/golden/tiny
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: serve test check install clean
+.PHONY: serve test eval check install clean
 
 serve: install
 	$(BIN)/msaserve serve $(CHECKPOINT) --host $(HOST) --port $(PORT)
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
+eval: install
+	$(BIN)/python -m examples.train_tiny.evaluate --checkpoint $(CHECKPOINT) --out build/eval
 
 check: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from examples.train_tiny import data, model, recipe, train
+from examples.train_tiny import data, evaluate, model, plot, recipe, train
 from msaserve import pixels
 from msaserve.config import ModelConfig
 from msaserve.eval import picture, tool, video, words
@@ -270,3 +270,31 @@ def test_smoke_training_learns_resumes_and_exports(tmp_path: Path) -> None:
     (tmp_path / train.STATE).unlink()
     run("--steps", str(trained["step"] + 1), "--resume-from", str(checkpoint))
     assert torch.load(tmp_path / train.STATE, weights_only=True)["step"] == trained["step"] + 1
+
+
+def test_evaluation_fails_below_a_bar(
+    untrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def passes(*bars: evaluate.Bar) -> bool:
+        monkeypatch.setattr(evaluate, "SMALL", bars)
+        options = ["--checkpoint", str(untrained), "--out", str(tmp_path), "--device", "cpu"]
+        return evaluate.evaluate(evaluate.parse_arguments(options))
+
+    assert passes(evaluate.Bar("tool", 1), evaluate.Bar("needle", 1, (300,), at_most=0.2, selection="random"))
+    report = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [(row["selection"], row["asked"], row["is_passed"]) for row in report] == [
+        ("index", 1, True),
+        ("random", 1, True),
+    ]
+    assert not passes(evaluate.Bar("tool", 1, at_least=0.98))
+    assert "MISSED" in capsys.readouterr().out
+
+
+def test_log_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [
+        {"minutes": i, "stage": i // 2, "reply": 1.0, "text": 2.0, "index": 0.1, "right_tool": 0.5} for i in range(4)
+    ]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    plot.draw(tmp_path / "log.jsonl", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
