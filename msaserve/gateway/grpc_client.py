@@ -81,9 +81,10 @@ class GrpcClient:
         self._all_ended.set()
         self._is_draining = False
         self._is_closed = False
+        self._watching = asyncio.create_task(self._watch())
 
     async def worker(self) -> Worker:
-        """Asked once, then remembered.
+        """Asked once a connection, then remembered: behind a new connection there may be another process.
 
         Raises:
             OverloadedError: it cannot be reached.
@@ -185,9 +186,18 @@ class GrpcClient:
     async def close(self) -> None:
         """End every stream and the connection. The worker goes on."""
         self._is_closed = True
+        self._watching.cancel()
         for call in self._calls:
             call.cancel()
         await self._channel.close()
+
+    async def _watch(self) -> None:
+        """Forget what the worker said of itself whenever the connection is lost."""
+        while True:
+            state = self._channel.get_state()
+            await self._channel.wait_for_state_change(state)
+            if state is grpc.ChannelConnectivity.READY:
+                self._worker = None
 
     async def _message(self, request: GenerateRequest, worker: Worker, names: list[str]) -> bytes:
         """names: gets the shared memory that was written."""

@@ -58,11 +58,13 @@ def new_engine(**config: Any) -> Engine:
 
 
 @asynccontextmanager
-async def running_worker(engine: Engine | None = None, **client_options: Any) -> AsyncIterator[Worker]:
+async def running_worker(
+    engine: Engine | None = None, *, port: int = 0, **client_options: Any
+) -> AsyncIterator[Worker]:
     engine = engine or new_engine()
     async_engine = AsyncEngine(engine)
     server = WorkerServer(async_engine, ServedModel.of(engine))
-    port = await server.start("127.0.0.1:0")
+    port = await server.start(f"127.0.0.1:{port}")
     client = GrpcClient(f"grpc://127.0.0.1:{port}", **client_options)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
         try:
