@@ -23,7 +23,7 @@ class Translation:
 
         names: patterns of what chat's errors say, and what takes their place.
         """
-        self._fields = {name: value for name, value in fields.items() if value is not None}
+        self.fields = {name: value for name, value in fields.items() if value is not None}
         self._names = names
         self._messages: list[dict[str, Any]] = []
         self._places: dict[str, str] = {}
@@ -39,7 +39,7 @@ class Translation:
     def chat_request(self) -> ChatRequest:
         """Raises InvalidRequestError."""
         with self.own_names():
-            return from_fields({**self._fields, "messages": self._messages}, ChatRequest)
+            return from_fields({**self.fields, "messages": self._messages}, ChatRequest)
 
     @contextmanager
     def own_names(self) -> Iterator[None]:
