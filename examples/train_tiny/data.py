@@ -144,7 +144,7 @@ class Batches(Dataset[list[Batch]]):
     def _short(self, rng: random.Random) -> Batch:
         sequences = []
         for _ in range(self.recipe.short_per_step):
-            skill = rng.choices(("picture", "video", "tool"), (0.4, 0.3, 0.3))[0]
+            skill = rng.choices(("picture", "video", "tool"), (0.5, 0.25, 0.25))[0]
             if skill == "picture":
                 shown = picture.scene(rng, max_side=self.recipe.max_picture_side)
                 first, *others = picture.turns(rng, shown)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,8 +19,9 @@ from msaserve.config import ModelConfig, TextConfig
 from msaserve.layers.moe import SparseMoE, swiglu_oai
 from msaserve.layers.msa_attention import MsaAttention
 from msaserve.layers.norm import GemmaRMSNorm, LayerNorm
-from msaserve.layers.rope import CosSin, text_rotation
+from msaserve.layers.rope import CosSin, grid_rotation, rotate, text_rotation
 from msaserve.models.minimax_m3 import DecoderLayer, MiniMaxM3
+from msaserve.models.minimax_m3_vision import MiniMaxM3Vision, VisionLayer
 
 MAX_MASK_ELEMENTS = 2**29
 """Of one attention call's mask: bounds its memory, a few bytes each."""
@@ -89,7 +91,8 @@ def forward(
     x = F.embedding(token_ids, model.embed_tokens)
     if patches is not None:
         assert media_rows is not None
-        features = model.embed_media(patches, grid_thw)
+        assert model.vision is not None
+        features = _see(model.vision, patches, grid_thw)
         x = x.flatten(0, 1).index_copy(0, media_rows, features.to(x.dtype)).view(x.shape)
     rotation = text_rotation(positions.flatten(), rotary_dim=config.rotary_dim, theta=config.rope_theta)
     index_losses: list[torch.Tensor] = []
@@ -110,6 +113,57 @@ def forward(
         if index_loss is not None:
             index_losses.append(index_loss)
     return Output(model.norm(x), torch.stack(index_losses).mean(), loads)
+
+
+def _see(vision: MiniMaxM3Vision, patches: torch.Tensor, grid_thw: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    """Features of all pictures and clips, as `vision` makes them. Rows of like length share an attention call."""
+    config = vision.config
+    rotation = grid_rotation(
+        grid_thw,
+        head_dim=config.head_dim,
+        theta=config.rope_theta,
+        merge_size=config.spatial_merge_size,
+        device=patches.device,
+    )
+    groups, places = _groups([t * h * w for t, h, w in grid_thw], patches.device)
+    x = vision.pre_norm(vision.patch_embedding(patches))
+    for layer in vision.layers:
+        assert isinstance(layer, VisionLayer)
+        attention = layer.self_attn
+        qkv = attention.qkv_proj(layer.layer_norm1(x)).view(len(x), 3, attention.num_heads, -1)
+        q, k, v = rotate(qkv[:, 0], rotation), rotate(qkv[:, 1], rotation), qkv[:, 2]
+        parts = []
+        for index, is_patch in groups:
+            rows = (part[index].transpose(1, 2) for part in (q, k, v))
+            out = F.scaled_dot_product_attention(*rows, attn_mask=is_patch[:, None, None])
+            parts.append(out.transpose(1, 2)[is_patch])
+        x = x + attention.out_proj(torch.cat(parts)[places].flatten(1))
+        x = x + layer.fc2(F.gelu(layer.fc1(layer.layer_norm2(x))))
+    x = vision.projector_2(F.gelu(vision.projector_1(x)))
+    merged = x.reshape(len(x) // config.num_merged_patches, -1)
+    return torch.as_tensor(vision.merge_2(F.gelu(vision.merge_1(merged))))
+
+
+def _groups(
+    row_lens: Sequence[int], device: torch.device
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """Rows of the grid by length, padded to a power of two: (patch of each place [n, L], whether it is one [n, L]).
+
+    Also where each patch stands when the groups' patches are put behind one another.
+    """
+    starts = np.cumsum([0, *row_lens])
+    by_length: dict[int, list[int]] = {}
+    for row, length in enumerate(row_lens):
+        by_length.setdefault(max(64, 1 << (length - 1).bit_length()), []).append(row)
+    groups, order = [], []
+    for length, rows in sorted(by_length.items()):
+        place = np.arange(length)
+        is_patch = place < np.asarray([row_lens[row] for row in rows])[:, None]
+        index = np.where(is_patch, starts[rows][:, None] + place, 0)
+        groups.append((torch.from_numpy(index).to(device), torch.from_numpy(is_patch).to(device)))
+        order.append(index[is_patch])
+    places = np.argsort(np.concatenate(order))
+    return groups, torch.from_numpy(places).to(device)
 
 
 def _moe(moe: SparseMoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,7 +54,8 @@ class _Dense(_Ablated):
 class _Random(_Ablated):
     def __init__(self, original: MsaAttention, seed: int) -> None:
         super().__init__(original)
-        self._generator = torch.Generator().manual_seed(seed + self.layer)
+        device = original.o_proj.weight.device
+        self._generator = torch.Generator(device).manual_seed(seed + self.layer)
 
     def _attend_sparse(
         self,
@@ -71,7 +72,7 @@ class _Random(_Ablated):
         k_cache, v_cache = cache.k(self.layer), cache.v(self.layer)
         ops.store_kv(k, v, k_cache, v_cache, batch.slots)
         num_blocks = -(-batch.max_seq_len // self.config.block_size)
-        scores = torch.rand(k.shape[1], len(q), num_blocks, generator=self._generator).to(q.device)
+        scores = torch.rand(k.shape[1], len(q), num_blocks, generator=self._generator, device=q.device)
         own = batch.positions.to(torch.int64) // self.config.block_size
         scores.masked_fill_(torch.arange(num_blocks, device=q.device) > own[:, None], -torch.inf)
         block_ids = ops.topk_blocks(

@@ -102,6 +102,17 @@ def test_forward_sees_what_transformers_sees(narrow: Path, oracle: Any, skill: s
     assert relative_error(logits, known) < 1e-5
 
 
+def test_pictures_and_clips_at_once_are_seen_as_the_served_tower_sees_them(untrained: Path) -> None:
+    made, grid = load_model(untrained), [(1, 4, 6), (2, 8, 10), (1, 2, 2), (1, 6, 4), (4, 4, 4)]
+    num_patches = sum(t * h * w for t, h, w in grid)
+    patches = torch.randn(num_patches, 1176, generator=torch.Generator().manual_seed(0))
+    assert made.vision is not None
+    with torch.no_grad():
+        seen, known = model._see(made.vision, patches, grid), made.embed_media(patches, grid)
+    assert seen.shape == known.shape
+    assert relative_error(seen, known) < 1e-5
+
+
 def test_index_loss_reaches_the_index_branch_alone(untrained: Path) -> None:
     made = load_model(untrained)
     token_ids = text_prompt(512)
