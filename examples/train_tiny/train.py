@@ -153,7 +153,7 @@ def train(arguments: argparse.Namespace) -> float:
         batch_size=None,
         sampler=Plan(recipe, clock, step),  # type: ignore[arg-type]
         num_workers=arguments.workers,
-        prefetch_factor=4 if arguments.workers else None,
+        prefetch_factor=2 if arguments.workers else None,
         pin_memory=device.type == "cuda",
     )
     stop_at = time.monotonic() + 60 * arguments.max_minutes
