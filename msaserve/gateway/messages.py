@@ -105,7 +105,10 @@ def chat_of(asked: CountTokensRequest) -> Translation:
             if isinstance(content, str):
                 blocks.append((place, {"type": "text", "text": content}))
             else:
-                blocks += [(f"{place}[{i}]", block) for i, block in enumerate(objects(place, content))]
+                blocks += [
+                    (f"{place}[{i}]", block)
+                    for i, block in enumerate(objects(place, content, "text or a list of blocks"))
+                ]
         if role == "assistant":
             _add_assistant(where, blocks, chat)
         else:
@@ -160,7 +163,9 @@ def _content(where: str, content: Any) -> tuple[Any, list[str]]:
     """Content of a chat message, and what its parts are called here."""
     if isinstance(content, str):
         return content, []
-    parts = [_part(f"{where}[{i}]", block) for i, block in enumerate(objects(where, content))]
+    parts = [
+        _part(f"{where}[{i}]", block) for i, block in enumerate(objects(where, content, "text or a list of blocks"))
+    ]
     return _plain(parts), [f"{where}[{i}]" for i in range(len(parts))]
 
 

@@ -97,7 +97,7 @@ def chat_of(asked: ResponsesRequest) -> Translation:
     if isinstance(asked.input, str):
         chat.add({"role": "user", "content": asked.input}, "input")
     else:
-        _add_items(objects("input", asked.input), chat)
+        _add_items(objects("input", asked.input, "text or a list of items"), chat)
     return chat
 
 
@@ -114,7 +114,7 @@ class _Turn:
     def add_to(self, chat: Translation) -> None:
         if not (self.reasoning or self.parts or self.calls):
             return
-        is_plain = len(self.parts) == 1 and isinstance(self.parts[0]["text"], str)
+        is_plain = len(self.parts) == 1 and self.parts[0]["type"] == "text"
         message: dict[str, Any] = {"role": "assistant", "content": self.parts[0]["text"] if is_plain else self.parts}
         if self.reasoning:
             message["reasoning_content"] = "".join(self.reasoning)
@@ -127,7 +127,7 @@ def _add_items(items: list[dict[str, Any]], chat: Translation) -> None:
     turn = _Turn()
     for i, item in enumerate(items):
         where = f"input[{i}]"
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         is_assistant = kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
         if is_assistant:
             turn.where = turn.where or where
@@ -171,7 +171,7 @@ def _content(where: str, content: Any) -> tuple[Any, list[str]]:
     """Content of a chat message, and what its parts are called here."""
     if isinstance(content, str):
         return content, []
-    parts = [_part(f"{where}[{i}]", part) for i, part in enumerate(objects(where, content))]
+    parts = [_part(f"{where}[{i}]", part) for i, part in enumerate(objects(where, content, "text or a list of parts"))]
     return parts, [f"{where}[{i}]" for i in range(len(parts))]
 
 
@@ -232,7 +232,7 @@ class ResponsesAnswer(BlockAnswer):
                 raise
             status, body = error_of(error)
             log_failure(error, status)
-            failure = {"code": body.code or "server_error", "message": body.message}
+            failure = {"code": "server_error", "message": body.message}
             response = self._response("failed", generation, error=failure)
             yield self._event("response.failed", response=response)
 

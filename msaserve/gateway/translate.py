@@ -76,10 +76,10 @@ def refuse(asked: msgspec.Struct, refused: Mapping[str, tuple[tuple[Any, ...], s
             raise InvalidRequestError(f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
 
 
-def objects(where: str, value: Any) -> list[dict[str, Any]]:
-    """A list of JSON objects. Raises InvalidRequestError."""
+def objects(where: str, value: Any, taken: str = "a list") -> list[dict[str, Any]]:
+    """A list of JSON objects. taken: what could stand there. Raises InvalidRequestError."""
     if not isinstance(value, list):
-        raise InvalidRequestError(f"{where} must be a list", param=where)
+        raise InvalidRequestError(f"{where} must be {taken}", param=where)
     for i, one in enumerate(value):
         if not isinstance(one, dict):
             raise InvalidRequestError(f"{where}[{i}] must be an object", param=f"{where}[{i}]")

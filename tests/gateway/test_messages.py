@@ -355,7 +355,7 @@ USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": 
         ({"max_tokens": 0}, "max_tokens must be between 1"),
         ({"messages": []}, "messages must not be empty"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role must be user or assistant"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be a list"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be text or a list"),
         ({"messages": [*USER, {"role": "assistant", "content": "So"}]}, "the last message is the assistant's"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "content[0]: type 'document'"),
         ({"messages": [*USER, {"role": "user", "content": [IMAGE]}]}, "messages[1].content[0]: image_url parts"),

@@ -319,7 +319,7 @@ def test_an_engine_that_fails(client: openai.OpenAI, engine: FakeClient, say: An
     failed = seen[-1].response
     assert (failed.status, failed.error.code, failed.error.message) == (
         "failed",
-        "engine_error",
+        "server_error",
         "the fake engine fails",
     )
     assert failed.output[0].content[0].text == "nev"
@@ -346,10 +346,10 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"temperature": 3}, "temperature", "between 0 and 2"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "reasoning.effort must be one of"),
         ({"input": []}, "input", "input must not be empty"),
-        ({"input": 5}, "input", "input must be a list"),
+        ({"input": 5}, "input", "input must be text or a list"),
         ({"input": ["hi"]}, "input[0]", "must be an object"),
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role", "must be one of"),
-        ({"input": [{"role": "user", "content": 5}]}, "input[0].content", "must be a list"),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content", "must be text or a list"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "text"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "'input_file'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "'item_reference' is not supported"),
