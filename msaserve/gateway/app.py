@@ -181,7 +181,7 @@ class Gateway:
         chat = responses.chat_of(asked)
 
         def new_answer(new_output: Callable[[], ChatOutput]) -> BlockAnswer:
-            return ResponsesAnswer(asked, new_output(), model=self._settings.served_model_name)
+            return ResponsesAnswer(asked, new_output(), chat, model=self._settings.served_model_name)
 
         with chat.own_names():
             return await self._chat(request, chat.chat_request(), len(body), new_answer, arrival)
@@ -192,7 +192,7 @@ class Gateway:
         chat = messages.chat_of(parse(body, MessagesRequest))
 
         def new_answer(new_output: Callable[[], ChatOutput]) -> BlockAnswer:
-            return MessagesAnswer(new_output(), model=self._settings.served_model_name)
+            return MessagesAnswer(new_output(), chat, model=self._settings.served_model_name)
 
         with chat.own_names():
             return await self._chat(request, chat.chat_request(), len(body), new_answer, arrival)

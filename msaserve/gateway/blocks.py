@@ -21,6 +21,7 @@ from msaserve.gateway.parsers.events import (
     ToolCallStart,
 )
 from msaserve.gateway.stream import Delta, Generation
+from msaserve.gateway.translate import Translation
 
 BlockKind = Literal["thinking", "text", "call"]
 
@@ -113,7 +114,8 @@ class BlockAnswer(ABC):
 
     id_prefix: str
 
-    def __init__(self, output: ChatOutput, *, model: str) -> None:
+    def __init__(self, output: ChatOutput, chat: Translation, *, model: str) -> None:
+        """chat: of the request, for what is said of it once its stream is open."""
         self.model = model
         self.id = f"{self.id_prefix}_{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -122,6 +124,7 @@ class BlockAnswer(ABC):
         self.num_thinking_tokens = 0
         """Tokens that came with pieces of thinking, its opening marker included."""
         self._output = output
+        self._chat = chat
         self._num_counted_tokens = 0
 
     @abstractmethod
@@ -148,14 +151,15 @@ class BlockAnswer(ABC):
     async def stream(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The answer's events, as they are sent."""
         is_begun = False
-        async with aclosing(generation.deltas()) as deltas:
-            async for _, delta in deltas:
-                if not is_begun:
-                    is_begun = True
-                    yield self.begin(generation)
-                events = b"".join([self.events(step) for step in self._read(delta, generation)])
-                if events:
-                    yield events
+        with self._chat.own_names():
+            async with aclosing(generation.deltas()) as deltas:
+                async for _, delta in deltas:
+                    if not is_begun:
+                        is_begun = True
+                        yield self.begin(generation)
+                    events = b"".join([self.events(step) for step in self._read(delta, generation)])
+                    if events:
+                        yield events
         yield self.end(generation)
 
     def _read(self, delta: Delta, generation: Generation) -> list[Step]:

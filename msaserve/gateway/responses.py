@@ -217,8 +217,8 @@ def _response_format(form: Any) -> Any:
 class ResponsesAnswer(BlockAnswer):
     id_prefix = "resp"
 
-    def __init__(self, asked: ResponsesRequest, output: ChatOutput, *, model: str) -> None:
-        super().__init__(output, model=model)
+    def __init__(self, asked: ResponsesRequest, output: ChatOutput, chat: Translation, *, model: str) -> None:
+        super().__init__(output, chat, model=model)
         self._asked = asked
         self._num_events = 0
 

@@ -19,7 +19,7 @@ from test_chat_tools import NS, TEMPLATE, TWO_CALLS, call
 from msaserve.config import EngineConfig
 from msaserve.engine.async_engine import AsyncEngine
 from msaserve.engine.engine import Engine
-from msaserve.errors import OverloadedError
+from msaserve.errors import InvalidRequestError, OverloadedError
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.responses import ResponsesRequest, chat_of
 from msaserve.tokenizer import Tokenizer
@@ -371,6 +371,14 @@ def test_refused(client: openai.OpenAI, engine: FakeClient, fields: dict[str, An
     assert refused.value.param == param
     assert "messages" not in str(refused.value)
     assert not engine.requests
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_refused_by_the_engine(client: openai.OpenAI, engine: FakeClient, is_stream: bool) -> None:
+    engine.refusal = InvalidRequestError("response_format: no schema", param="response_format")
+    with pytest.raises(openai.BadRequestError, match=r"text\.format: no schema") as refused:
+        create(client, stream=is_stream)
+    assert refused.value.param == "text.format"
 
 
 def test_another_model(client: openai.OpenAI) -> None:
