@@ -13,7 +13,6 @@ import grpc
 import msgspec
 import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 from worker_driver import (
@@ -30,13 +29,11 @@ from worker_driver import (
     tokens,
 )
 
-from msaserve.errors import EngineError, InvalidRequestError, OverloadedError
+from msaserve.errors import InvalidRequestError
 from msaserve.gateway.client import EngineClient
-from msaserve.gateway.grpc_client import GrpcClient
 from msaserve.pixels import normalize
 from msaserve.rpc import shm
 from msaserve.rpc.media import items_to_proto, segment_rows
-from msaserve.rpc.protocol import SERVICE
 from msaserve.tokenizer import Tokenizer
 from msaserve.types import MediaItem
 from msaserve.worker.in_process import InProcessClient
@@ -391,108 +388,6 @@ async def test_a_message_of_257_mib() -> None:
             [r async for r in worker.stub.Generate(generate)]
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert tokens(await read(worker.client, request("ok"))) == GREEDY
-
-
-async def test_drain() -> None:
-    async with running_worker() as worker:
-        health = health_pb2_grpc.HealthStub(grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}"))
-        for service in ("", SERVICE):
-            answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        task = asyncio.create_task(read(worker.client, request("a", max_tokens=60)))
-        await worker.until(3)
-        draining = asyncio.create_task(worker.server.drain(30))
-        while await worker.client.is_ready():
-            await asyncio.sleep(0.01)
-        with pytest.raises(OverloadedError, match="shutting down"):
-            await read(worker.client, request("late"))
-        answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE))
-        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        events = await task
-        assert tokens(events)[:24] == GREEDY
-        assert events[-1].finish_reason == "length"
-        await asyncio.wait_for(draining, 5)
-
-
-async def test_a_drain_that_takes_too_long_ends_with_aborts() -> None:
-    async with running_worker() as worker:
-        task = asyncio.create_task(read(worker.client, request("a", max_tokens=3500)))
-        await worker.until(3)
-        await worker.server.drain(0.1)
-        assert not task.done()
-        await worker.server.close()
-        assert (await task)[-1].finish_reason == "abort"
-
-
-async def test_an_engine_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_worker() as worker:
-
-        def broken(plan: Any) -> Any:
-            raise RuntimeError("out of memory, say")
-
-        task = asyncio.create_task(read(worker.client, request("a", max_tokens=3500, n=2)))
-        await worker.until(5)
-        run = worker.engine.runner.run
-        monkeypatch.setattr(worker.engine.runner, "run", broken)
-        events = await task
-        assert [e.finish_reason for e in events if e.finish_reason] == ["error", "error"]
-        assert "out of memory, say" in (events[-1].error or "")
-        with pytest.raises(EngineError, match="out of memory, say"):
-            await read(worker.client, request("b"))
-        monkeypatch.setattr(worker.engine.runner, "run", run)
-        assert tokens(await read(worker.client, request("c"))) == GREEDY
-
-
-async def test_an_engine_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_worker() as worker:
-
-        def broken() -> Any:
-            raise RuntimeError("a bug")
-
-        task = asyncio.create_task(read(worker.client, request("a", max_tokens=3500)))
-        await worker.until(5)
-        monkeypatch.setattr(worker.engine, "step", broken)
-        assert "the engine has stopped" in ((await task)[-1].error or "")
-        with pytest.raises(EngineError, match="the engine has stopped"):
-            await read(worker.client, request("b"))
-        assert not await worker.client.is_ready()
-        health = health_pb2_grpc.HealthStub(grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}"))
-        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
-        async for answer in watch:
-            if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
-                break
-        watch.cancel()
-        flushed = await worker.stub.FlushCache(common_pb2.FlushCacheRequest())
-        assert not flushed.success
-
-
-async def test_no_worker_there() -> None:
-    client = GrpcClient("grpc://127.0.0.1:9")
-    with pytest.raises(OverloadedError):
-        await client.model_info()
-    assert not await client.is_ready()
-    await client.close()
-
-
-async def test_the_clients_own_end() -> None:
-    async with running_worker() as worker:
-        task = asyncio.create_task(read(worker.client, request("a", max_tokens=40)))
-        await worker.until(3)
-        drained = asyncio.create_task(worker.client.drain())
-        await asyncio.sleep(0)
-        with pytest.raises(OverloadedError):
-            await read(worker.client, request("b"))
-        assert not drained.done()
-        assert tokens(await task)[:24] == GREEDY
-        await asyncio.wait_for(drained, 5)
-        assert await worker.async_engine.is_ready()  # the worker goes on
-
-        other = GrpcClient(f"grpc://127.0.0.1:{worker.port}")
-        task = asyncio.create_task(read(other, request("c", max_tokens=3500)))
-        await worker.until(3)
-        await other.close()
-        assert (await task)[-1].finish_reason == "abort"
-        await worker.until_empty()
 
 
 async def test_many_streams_some_closed_early() -> None:
