@@ -126,6 +126,11 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of the added tokens, special or not: no plain text becomes one of them."""
+        return self._added_ids
+
     def special_ids(self, *, kept: Collection[str] = ()) -> frozenset[int]:
         """Ids of the special tokens but the `kept` ones."""
         return self._special_ids - {self._tokenizer.token_to_id(token) for token in kept}

@@ -14,6 +14,24 @@ if TYPE_CHECKING:
 
 Modality = Literal["image", "video"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+ConstraintKind = Literal["json_object", "json_schema", "regex", "grammar", "structural_tag", "choice"]
+
+MAX_CONSTRAINT_CHARS = 2**20
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """What an output must be, to its end."""
+
+    kind: ConstraintKind
+    text: str = ""
+    """json_schema: JSON text. regex: in Rust's syntax, of the whole output. grammar: Lark, or EBNF as llama.cpp writes
+    it. structural_tag: JSON text of {"triggers", "structures"}. Empty for the other kinds."""
+    choices: tuple[str, ...] = ()
+    """choice: the output is one of them."""
+    after_reasoning: bool = False
+    """An output that begins inside reasoning, or opens it as its first token, is free until the reasoning ends."""
+    param: str = ""
+    """The request's field that it came from, for errors. Empty: named as the kind."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: no log-probabilities; k ≥ 0: the sampled token's and the k most likely ones'."""
+    constraint: Constraint | None = None
 
     def validate(self, *, vocab_size: int) -> None:
         """Refuse values that no sampler can serve. Whoever takes requests from outside may allow less.
@@ -78,6 +97,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
                 raise InvalidRequestError(f"logit_bias of token {token} must be finite, not {bias}", param="logit_bias")
+        if self.constraint is not None:
+            self._validate_constraint(self.constraint)
+
+    def _validate_constraint(self, constraint: Constraint) -> None:
+        field = constraint.param or constraint.kind
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(self, name):
+                raise InvalidRequestError(f"{name} contradicts {field}, which says where an output ends", param=name)
+        num_chars = len(constraint.text) + sum(map(len, constraint.choices))
+        if num_chars > MAX_CONSTRAINT_CHARS:
+            raise InvalidRequestError(
+                f"{field} has {num_chars} characters; at most {MAX_CONSTRAINT_CHARS} are taken", param=field
+            )
+        if constraint.kind == "choice" and not constraint.choices:
+            raise InvalidRequestError(f"{field}: there are no choices", param=field)
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):

@@ -112,6 +112,9 @@ class AsyncEngine:
         """
         if self._is_draining or self._is_closing:
             raise OverloadedError("the engine is shutting down and takes no new request")
+        if request.sampling.constraint is not None:
+            request.sampling.validate(vocab_size=self.info.vocab_size)
+            await asyncio.to_thread(self._engine.grammars.compile, request.sampling.constraint)
         stream = _Stream(request)
         if not self._submit(lambda: self._add(stream)):
             raise EngineError(self._failure or "the engine is closed")

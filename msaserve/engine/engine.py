@@ -13,6 +13,7 @@ import torch
 from msaserve import env
 from msaserve.cache.kv import KVCache
 from msaserve.config import EngineConfig, ModelConfig
+from msaserve.engine.grammar import Grammars
 from msaserve.engine.media import check_media
 from msaserve.engine.plan import RowResult, StepResult
 from msaserve.engine.request import Request
@@ -42,6 +43,9 @@ class Engine:
         self.runner = runner
         self.config = config
         self._rng = random.Random(seed)
+        self.grammars = Grammars(
+            config.directory, vocab_size=config.text.vocab_size, eos_token_ids=config.eos_token_ids
+        )
         cacheable = scheduler.pool.num_usable_pages * scheduler.config.block_size
         self.info = ModelInfo(
             model_type=config.model_type,
@@ -99,6 +103,8 @@ class Engine:
     def add(self, request: GenerateRequest) -> list[Request]:
         """Queue a request: one sequence for each of its n outputs, in order; output i has seed + i.
 
+        A constraint that `grammars.compile` has not seen is compiled first.
+
         Raises:
             InvalidRequestError: it can never be served. Nothing of it is queued.
             OverloadedError: the queue is full. Nothing of it is queued.
@@ -107,6 +113,7 @@ class Engine:
         sampling.validate(vocab_size=self.config.text.vocab_size)
         for item in request.media:
             check_media(item, request.prompt_token_ids, self.config)
+        constraint = sampling.constraint
         seed = self._rng.getrandbits(63) if sampling.seed is None else sampling.seed
         now = time.monotonic()
         sequences: list[Request] = []
@@ -120,6 +127,7 @@ class Engine:
                     cache_salt=request.cache_salt,
                     seed=seed + i,
                     arrival_time=now,
+                    matcher=None if constraint is None else self.grammars.matcher(constraint, request.prompt_token_ids),
                 )
                 self.scheduler.add(sequence)
                 sequences.append(sequence)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from msaserve.types import Logprobs, MediaItem, SamplingParams
+
+if TYPE_CHECKING:
+    from msaserve.engine.grammar import Matcher
 
 
 @dataclass(slots=True)
@@ -32,6 +36,8 @@ class PlanRow:
     """All output tokens so far: penalties count them, and their number is the position that keys the random number."""
     media: tuple[MediaItem, ...] = ()
     """The request's media that overlap this step's positions."""
+    matcher: Matcher | None = None
+    """What the constraint allows after output_token_ids; None without one. The request's own, as it is followed."""
 
     @property
     def query_len(self) -> int:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from msaserve.cache.prefix import BlockHashes
 from msaserve.types import FinishReason, MediaItem, SamplingParams
+
+if TYPE_CHECKING:
+    from msaserve.engine.grammar import Matcher
 
 
 class RequestStatus(enum.Enum):
@@ -34,6 +38,8 @@ class Request:
     seed: int = 0
     arrival_time: float = 0.0
     """Seconds on the caller's clock, for its metrics. Order of service is the order of `Scheduler.add`."""
+    matcher: Matcher | None = None
+    """Of this sequence alone, if its sampling has a constraint."""
 
     output_token_ids: list[int] = field(default_factory=list)
     token_ids: array[int] = field(default_factory=_ids)

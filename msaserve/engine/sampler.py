@@ -25,9 +25,9 @@ def sample(logits: torch.Tensor, rows: Sequence[PlanRow], eos_token_ids: Sequenc
     """One token per row, and its log-probabilities where asked for.
 
     In this order: repetition, frequency and presence penalty, logit_bias, min_tokens (no end-of-sequence or stop
-    token before it is reached), then argmax at temperature 0, else temperature, min_p, top_k, top_p and the inverse of
-    the cumulative distribution in vocabulary order at `uniform(seed, output position)`. A filter keeps every
-    token as likely as the last one it keeps. Log-probabilities are those of the logits as they came.
+    token before it is reached), the constraint, then argmax at temperature 0, else temperature, min_p, top_k, top_p
+    and the inverse of the cumulative distribution in vocabulary order at `uniform(seed, output position)`. A filter
+    keeps every token as likely as the last one it keeps. Log-probabilities are those of the logits as they came.
 
     Args:
         logits: [R, V], any float dtype; not modified.
@@ -42,7 +42,7 @@ def sample(logits: torch.Tensor, rows: Sequence[PlanRow], eos_token_ids: Sequenc
     raw = logits.float()
     low, high = torch.aminmax(raw, dim=-1)
     finite = low.isfinite() & high.isfinite()
-    edited = _edit(raw, rows, eos_token_ids)
+    edited = _constrain(_edit(raw, rows, eos_token_ids), raw, rows)
     possible = finite if edited is raw else edited.amax(dim=-1).isfinite()
     tokens = edited.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
@@ -58,6 +58,9 @@ def sample(logits: torch.Tensor, rows: Sequence[PlanRow], eos_token_ids: Sequenc
         else RowResult(error="no token is left to choose from" if finite_row else "the model's logits are not finite")
         for token, finite_row, possible_row in zip(token_list, is_finite, is_possible, strict=True)
     ]
+    for i, row in enumerate(rows):
+        if row.matcher is not None and row.matcher.error is not None:
+            results[i] = RowResult(error=row.matcher.error)
     _add_logprobs(results, raw, rows)
     return results
 
@@ -92,6 +95,41 @@ def _edit(logits: torch.Tensor, rows: Sequence[PlanRow], eos_token_ids: Sequence
         at = torch.tensor(banned, device=device).T
         logits[at[0], at[1]] = -torch.inf
     return logits
+
+
+def _constrain(logits: torch.Tensor, raw: torch.Tensor, rows: Sequence[PlanRow]) -> torch.Tensor:
+    """−inf for what a row's constraint does not allow: in place if `logits` is a copy, not `raw` itself."""
+    constrained = [i for i, row in enumerate(rows) if row.matcher is not None]
+    if not constrained:
+        return logits
+    masks = np.zeros((len(constrained), -(-logits.shape[1] // 32)), dtype=np.int32)
+    masked: list[int] = []
+    for i in constrained:
+        matcher = rows[i].matcher
+        if matcher is not None and matcher.fill(rows[i].output_token_ids, masks[len(masked)]):
+            masked.append(i)
+    if not masked:
+        return logits
+    is_banned = _unpack(~masks[: len(masked)], logits.device)[:, : logits.shape[1]]
+    if len(masked) == len(rows):
+        return (
+            logits.masked_fill(is_banned, -torch.inf) if logits is raw else logits.masked_fill_(is_banned, -torch.inf)
+        )
+    if logits is raw:
+        logits = logits.clone()
+    index = torch.tensor(masked, device=logits.device)
+    logits[index] = logits[index].masked_fill_(is_banned, -torch.inf)
+    return logits
+
+
+def _unpack(words: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Bits of int32 words [R, W], the lowest first, as bool [R, 32 · W]."""
+    packed = words.view(np.uint8)
+    if device.type != "cuda":  # twenty times as fast as torch's shifts on one core
+        return torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little")).view(torch.bool)
+    bits = torch.from_numpy(packed).pin_memory().to(device, non_blocking=True)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    return ((bits[:, :, None] >> shifts) & 1).flatten(1).bool()
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[PlanRow]) -> torch.Tensor:

@@ -351,6 +351,7 @@ class Scheduler:
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=request.output_token_ids,
             media=request.media_between(start, end),
+            matcher=request.matcher,
         )
 
     def _num_pages(self, num_tokens: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -29,6 +30,7 @@ from msaserve.gateway.chat import ChatTemplate, check_template_kwargs, thinking_
 from msaserve.gateway.chat import check_length as check_text_length
 from msaserve.gateway.chat_output import ChatOutput
 from msaserve.gateway.client import EngineClient
+from msaserve.gateway.constraints import asked_constraint, chat_constraint
 from msaserve.gateway.envelope import Envelope, answer_error, dialect_of
 from msaserve.gateway.media.pipeline import MediaPart, MediaPipeline
 from msaserve.gateway.messages import CountTokensRequest, MessagesAnswer, MessagesRequest
@@ -56,7 +58,7 @@ from msaserve.gateway.transport import (
 )
 from msaserve.observe.metrics import CONTENT_TYPE, ServerMetrics
 from msaserve.tokenizer import Tokenizer
-from msaserve.types import GenerateRequest, MediaItem, ModelInfo
+from msaserve.types import Constraint, GenerateRequest, MediaItem, ModelInfo, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -130,6 +132,8 @@ class ChatPrompt(NamedTuple):
     media: tuple[MediaItem, ...]
     new_output: Callable[[], ChatOutput]
     """Makes the reader of one output."""
+    constraint: Constraint | None
+    """What the output must be."""
 
 
 class Gateway:
@@ -222,6 +226,7 @@ class Gateway:
         sampling = sampling_params(asked, self._settings.defaults, model)
         async with AsyncExitStack() as stack:
             prompt = await self._chat_prompt(request, asked, model, size, stack)
+            sampling = _constrained(sampling, prompt.constraint, model)
             check_length(len(prompt.token_ids), sampling.max_tokens, model, param="messages")
             answer = new_answer(prompt.new_output)
             generate = GenerateRequest(
@@ -240,6 +245,9 @@ class Gateway:
     ) -> ChatPrompt:
         """stack: holds what the media take of the bytes in flight."""
         tools = tool_use(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        constraint = chat_constraint(asked, tools, self._tokenizer)
+        if constraint is not None and not tools.offered:
+            tools = dataclasses.replace(tools, parses_calls=False)  # a text that spells one is data
         kwargs = {**thinking_kwargs(asked.thinking, asked.reasoning_effort), **(asked.chat_template_kwargs or {})}
         if tools.prefix:
             kwargs = without_thinking(kwargs)
@@ -256,7 +264,7 @@ class Gateway:
             work = self._media.resolve(parts, token_ids, self._tokenizer, lease, as_pixels=model.takes_pixels)
             token_ids, items = await until_disconnect(request.receive, work)
         token_ids += self._tokenizer.encode(tools.prefix)
-        return ChatPrompt(token_ids, items, lambda: ChatOutput(tools, thinking))
+        return ChatPrompt(token_ids, items, lambda: ChatOutput(tools, thinking), constraint)
 
     async def completions(self, request: Request) -> ASGIApp:
         arrival = time.perf_counter()
@@ -265,6 +273,7 @@ class Gateway:
         self._check_model(asked.model)
         model = await self.model_info()
         sampling = sampling_params(asked, self._settings.defaults, model)
+        sampling = _constrained(sampling, asked_constraint(asked), model)
         prompts = completion_prompts(asked.prompt, sampling.n)
         add_special_tokens = asked.add_special_tokens is not False
 
@@ -419,6 +428,15 @@ class Gateway:
             "owned_by": "msaserve",
             "max_model_len": model.max_model_len,
         }
+
+
+def _constrained(sampling: SamplingParams, constraint: Constraint | None, model: ModelInfo) -> SamplingParams:
+    """Raises InvalidRequestError for what contradicts the constraint."""
+    if constraint is None:
+        return sampling
+    sampling = replace(sampling, constraint=constraint)
+    sampling.validate(vocab_size=model.vocab_size)
+    return sampling
 
 
 def _until_sent(response: ASGIApp, resources: AsyncExitStack) -> ASGIApp:

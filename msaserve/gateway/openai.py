@@ -34,15 +34,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
     "include_stop_str_in_output": (None, False),
     "modalities": (None, ["text"]),
     "prompt_logprobs": (None,),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
@@ -92,6 +86,12 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     cache_salt: str | None = None
     skip_special_tokens: bool | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_grammar: Any = None
+    guided_choice: Any = None
 
     @property
     def includes_usage(self) -> bool:

@@ -83,7 +83,6 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
     ({"tools": [{"type": "function"}]}, "tools[0]", "must be"),
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"audio": {"voice": "x"}}, "audio", "not supported"),
     ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
     ({"thinking": {"type": "maybe"}}, "thinking", "adaptive, enabled, disabled"),

@@ -1,0 +1,270 @@
+"""Constrained decoding: what may come next, by llguidance. One bit per token, no torch.
+
+A constraint is compiled once; each output gets a matcher of its own, which follows the output's tokens. What a matcher
+allows depends on those tokens alone: not on the batch, on how the prompt was cut into chunks, nor on preemption.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import any_to_lark
+
+from msaserve.errors import CheckpointError, InvalidRequestError
+from msaserve.lark import added_tokens, literal, quoted
+from msaserve.tokenizer import Tokenizer
+from msaserve.types import Constraint
+
+MAX_COMPILED = 64
+THINK_OPENER = "<mm:think>"
+THINK_CLOSER = "</mm:think>"
+# A model that may write any whitespace between two elements can write nothing else for ever.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+_MAX_MESSAGE_CHARS = 500
+
+Mask = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+
+class Matcher:
+    """Where one output stands in its constraint. Not thread-safe.
+
+    The constraint starts at the first token, or, if it waits for reasoning, behind the token that ends it.
+    """
+
+    def __init__(self, matcher: LLMatcher, *, opener: int | None, closer: int | None, is_thinking: bool) -> None:
+        """opener: the token by which the output may open reasoning as its first; closer: that ends reasoning."""
+        self._matcher = matcher
+        self._opener = opener
+        self._closer = closer
+        self._num_seen = 0
+        self._is_thinking = is_thinking
+        self.error: str | None = None
+        """Why nothing more can be said of this output: a limit of the library was reached."""
+
+    def fill(self, output_token_ids: Sequence[int], mask: Mask) -> bool:
+        """Write which tokens may follow these.
+
+        Args:
+            output_token_ids: all of them; those that an earlier call had come first.
+            mask: [ceil(vocab_size / 32)] int32, contiguous: bit i % 32 of word i // 32 stands for token i.
+
+        Returns:
+            False, and nothing is written, if every token may follow, or `error` says why none can.
+        """
+        for token in output_token_ids[self._num_seen :]:
+            self._take(token)
+        self._num_seen = len(output_token_ids)
+        if self._is_thinking or self.error is not None:
+            return False
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check()
+        if self._opener is not None and self._num_seen == 0:
+            mask[self._opener // 32] |= np.uint32(1 << self._opener % 32).astype(np.int32)
+        return self.error is None
+
+    def _take(self, token: int) -> None:
+        is_first, self._num_seen = self._num_seen == 0, self._num_seen + 1
+        if self._is_thinking:
+            self._is_thinking = token != self._closer
+        elif is_first and token == self._opener:
+            self._is_thinking = True
+        elif self.error is None:
+            self._matcher.consume_token(token)
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            self.error = f"the constraint failed: {_short(self._matcher.get_error())}"
+
+
+class Grammars:
+    """A checkpoint's constraints, compiled when they are first asked for. Thread-safe.
+
+    Args:
+        directory: of the checkpoint; its tokenizer.json is read with the first constraint.
+        vocab_size: of the logits.
+        eos_token_ids: allowed exactly where an output may end.
+    """
+
+    def __init__(self, directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._directory = directory
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: _Vocabulary | None = None
+        self._compiled: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
+
+    def compile(self, constraint: Constraint) -> None:
+        """Have `matcher` find it ready. May take seconds, and leaves the interpreter to other threads meanwhile.
+
+        Raises:
+            InvalidRequestError: it is not a valid schema, expression or grammar, or the checkpoint has no tokenizer;
+                names the field.
+        """
+        self._get(constraint)
+
+    def matcher(self, constraint: Constraint, prompt_token_ids: Sequence[int]) -> Matcher:
+        """For one output. Raises what `compile` raises."""
+        compiled = self._get(constraint)
+        with self._lock:
+            copy = compiled.deep_copy()
+        assert self._vocabulary is not None
+        opener, closer = self._vocabulary.opener, self._vocabulary.closer
+        last = prompt_token_ids[-1] if prompt_token_ids else None
+        waits = constraint.after_reasoning and closer is not None
+        return Matcher(
+            copy,
+            opener=opener if waits and last not in (opener, closer) else None,
+            closer=closer,
+            is_thinking=waits and last == opener,
+        )
+
+    def _get(self, constraint: Constraint) -> LLMatcher:
+        key = Constraint(kind=constraint.kind, text=constraint.text, choices=constraint.choices)
+        with self._lock:
+            future = self._compiled.get(key)
+            is_new = future is None
+            if future is None:
+                future = self._compiled[key] = Future()
+                while len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(key)
+        if is_new:
+            try:
+                future.set_result(self._compile(key))
+            except BaseException as error:
+                with self._lock:
+                    self._compiled.pop(key, None)
+                future.set_exception(error)
+        try:
+            return future.result()
+        except InvalidRequestError as error:
+            field = constraint.param or constraint.kind
+            raise InvalidRequestError(f"{field}: {error}", param=field, code="invalid_constraint") from None
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        vocabulary = self._load()
+        try:
+            grammar = _grammar(constraint, vocabulary)
+            matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        except UnicodeEncodeError:
+            raise InvalidRequestError("it is not valid Unicode") from None
+        except RecursionError:
+            raise InvalidRequestError("it is nested too deep") from None
+        if matcher.is_error():
+            raise InvalidRequestError(_short(matcher.get_error()))
+        return matcher
+
+    def _load(self) -> _Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                if not self._eos_token_ids:
+                    raise InvalidRequestError("the checkpoint has no end-of-sequence token")
+                try:
+                    tokenizer = Tokenizer.load(self._directory)
+                except CheckpointError as error:
+                    raise InvalidRequestError(f"this checkpoint takes no constraints: {error}") from None
+                self._vocabulary = _Vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
+            return self._vocabulary
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance takes it. Added tokens are never text: only a grammar that names one gets it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
+        self.added = {text: i for text, i in added_tokens(tokenizer).items() if i < vocab_size}
+        self.opener = self.added.get(THINK_OPENER)
+        self.closer = self.added.get(THINK_CLOSER)
+        self.eos_token_id = eos_token_ids[0]
+        self.bos_token_id = None
+        # Ids of the logits beyond the tokenizer's have no bytes, and are never allowed.
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self.special_token_ids = sorted(self.added.values())
+        self._encode = tokenizer.encode_plain
+        self.tokenizer = LLTokenizer(TokenizerWrapper(self), eos_token=eos_token_ids)
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):  # the wrapper asks whether bytes will do
+            raise TypeError("text only")
+        return self._encode(text)
+
+
+def _grammar(constraint: Constraint, vocabulary: _Vocabulary) -> str:
+    """In llguidance's own form. Raises InvalidRequestError."""
+    kind, text = constraint.kind, constraint.text
+    if kind == "json_object":
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_OPTIONS)
+    if kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(_schema_text(_json(text)), defaults=_JSON_OPTIONS)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "choice":
+        return "start: " + " | ".join(map(quoted, constraint.choices))
+    if kind == "structural_tag":
+        return _structural_tag(_json(text), vocabulary)
+    assert kind == "grammar"
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the converter of EBNF raises its own, and others
+        raise InvalidRequestError(_short(str(error))) from None
+
+
+def _structural_tag(value: Any, vocabulary: _Vocabulary) -> str:
+    """Free text in which each trigger begins one of its tags: begin, JSON of a schema, end."""
+    if not isinstance(value, dict) or not isinstance(value.get("structures"), list):
+        raise InvalidRequestError('it must be {"triggers": [text], "structures": [{"begin", "schema", "end"}]}')
+    triggers = value.get("triggers")
+    if not isinstance(triggers, list) or not all(isinstance(t, str) and t for t in triggers) or not triggers:
+        raise InvalidRequestError("triggers must be a list of texts")
+    if not value["structures"]:
+        raise InvalidRequestError("structures must not be empty")
+    rules = [r"TEXT: /(.|\n)*/"]
+    for i, structure in enumerate(value["structures"]):
+        begin, end = (structure.get(key) if isinstance(structure, dict) else None for key in ("begin", "end"))
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise InvalidRequestError(f"structures[{i}] must have a begin and an end")
+        trigger = max((t for t in triggers if begin.startswith(t)), key=len, default=None)
+        if trigger is None:
+            raise InvalidRequestError(f"structures[{i}].begin starts with none of the triggers")
+        body = f"{_json_term(structure.get('schema', True))} {literal(end, vocabulary.added)}"
+        if literal(trigger, vocabulary.added).startswith("<["):
+            rules.append(f"tag_{i}: TEXT {literal(begin, vocabulary.added)} {body}")
+        else:
+            rules.append(f"trigger_{i}[lazy]: TEXT {quoted(trigger)}")
+            rules.append(f"tag_{i}: trigger_{i} {literal(begin[len(trigger) :], vocabulary.added)} {body}")
+    tags = " | ".join(f"tag_{i}" for i in range(len(value["structures"])))
+    return "\n".join([f"start: ({tags})* rest", "rest: TEXT", *rules])
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidRequestError(f"it is not JSON: {error}") from None
+
+
+def _schema_text(schema: Any) -> str:
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidRequestError("a JSON schema is an object")
+    return json.dumps(schema)
+
+
+def _json_term(schema: Any) -> str:
+    schema = {} if schema is True else schema
+    text = _schema_text(schema)
+    if isinstance(schema, dict):
+        text = json.dumps({**schema, "x-guidance": {**_JSON_OPTIONS, **schema.get("x-guidance", {})}})
+    return f"%json {text}"
+
+
+def _short(message: str) -> str:
+    message = message.strip()
+    return message if len(message) <= _MAX_MESSAGE_CHARS else message[:_MAX_MESSAGE_CHARS] + "…"
