@@ -16,7 +16,7 @@ from msaserve.errors import InvalidRequestError
 from msaserve.rpc.errors import Metadata, read_json
 from msaserve.rpc.media import Normalize, items_from_proto
 from msaserve.rpc.protocol import LOAD_KEY, REQUEST_KEY
-from msaserve.types import EngineLoad, GenerateRequest, ModelInfo, SamplingParams
+from msaserve.types import Constraint, EngineLoad, GenerateRequest, ModelInfo, SamplingParams
 
 _INT32 = range(-(2**31), 2**31)
 _UINT32_MAX = 2**32 - 1
@@ -50,6 +50,7 @@ def sampling_from_proto(message: Any) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        constraint=_constraint_from_proto(message),
     )
 
 
@@ -61,7 +62,7 @@ def sampling_to_proto(sampling: SamplingParams) -> Any:
     """
     top_k, min_tokens, max_tokens = sampling.top_k, sampling.min_tokens, sampling.max_tokens
     with _Representable():
-        return pb.SamplingParams(
+        message = pb.SamplingParams(
             n=sampling.n,
             # More than a field can hold is more than any context has.
             max_tokens=None if max_tokens is None else min(max_tokens, _UINT32_MAX),
@@ -82,6 +83,9 @@ def sampling_to_proto(sampling: SamplingParams) -> Any:
             skip_special_tokens=True,
             logprobs=sampling.logprobs,
         )
+        if sampling.constraint is not None:
+            _constraint_to_proto(message, sampling.constraint)
+        return message
 
 
 def request_from_proto(
@@ -101,6 +105,8 @@ def request_from_proto(
     sampling = sampling_from_proto(message.sampling_params)
     if type(extra.get("seed")) is int:
         sampling = replace(sampling, seed=extra["seed"])
+    if sampling.constraint is not None and isinstance(extra.get("constraint_param"), str):
+        sampling = replace(sampling, constraint=replace(sampling.constraint, param=extra["constraint_param"]))
     kind = message.WhichOneof("input")
     if kind == "tokenized":
         token_ids = list(message.tokenized.input_ids)
@@ -145,6 +151,8 @@ def request_metadata(request: GenerateRequest) -> Metadata:
     seed = request.sampling.seed
     if seed is not None and seed not in _INT32:
         extra["seed"] = seed
+    if request.sampling.constraint is not None and request.sampling.constraint.param:
+        extra["constraint_param"] = request.sampling.constraint.param
     if request.cache_salt:
         if len(request.cache_salt) > MAX_SALT_CHARS:
             raise InvalidRequestError(
@@ -215,12 +223,31 @@ def load_from_proto(
     )
 
 
+def _constraint_from_proto(message: Any) -> Constraint | None:
+    """The engine waits for the end of reasoning unless `grammar_from_first_token` says that the sender does not."""
+    kind = message.WhichOneof("constraint")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        return None
+    return Constraint(
+        kind=kind,
+        text="" if kind in ("json_object", "choice") else getattr(message, kind),
+        choices=tuple(message.choice.choices) if kind == "choice" else (),
+        after_reasoning=not message.grammar_from_first_token,
+    )
+
+
+def _constraint_to_proto(message: Any, constraint: Constraint) -> None:
+    if constraint.kind == "json_object":
+        message.json_object = True
+    elif constraint.kind == "choice":
+        message.choice.SetInParent()
+        message.choice.choices.extend(constraint.choices)
+    else:
+        setattr(message, constraint.kind, constraint.text)
+    message.grammar_from_first_token = not constraint.after_reasoning
+
+
 def _refuse_sampling(message: Any) -> None:
-    constraint = message.WhichOneof("constraint")
-    if constraint == "json_object" and not message.json_object:
-        constraint = None
-    if constraint is not None:
-        raise _unsupported(constraint)
     for name in ("prompt_logprobs", "truncate_prompt_tokens"):
         if message.HasField(name):
             raise _unsupported(name)

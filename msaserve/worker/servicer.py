@@ -124,6 +124,7 @@ class Servicer(services.VllmEngineServicer):  # type: ignore[misc]
             max_num_seqs=model.max_num_seqs,
             mm_item_limits=",".join(f"{name}={n}" for name, n in MAX_ITEMS.items()) if has_vision else "",
             multimodal_encoder_dtype=model.dtype if has_vision else "",
+            constrained_decoding_start="after_reasoning",
         )
 
     async def GetLoads(self, request: Any, context: Any) -> Any:  # noqa: N802

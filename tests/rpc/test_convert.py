@@ -13,15 +13,30 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from msaserve.errors import InvalidRequestError
 from msaserve.rpc import convert
-from msaserve.types import EngineLoad, GenerateRequest, SamplingParams
+from msaserve.types import Constraint, EngineLoad, GenerateRequest, SamplingParams
 
 
 def f32(low: float, high: float) -> st.SearchStrategy[float]:
     return st.floats(low, high, width=32)
 
 
+CONSTRAINTS = st.builds(
+    Constraint,
+    kind=st.sampled_from(["json_schema", "regex", "grammar", "structural_tag"]),
+    text=st.text(max_size=8),
+    after_reasoning=st.booleans(),
+    param=st.sampled_from(["", "response_format"]),
+) | st.sampled_from(
+    [
+        Constraint(kind="json_object"),
+        Constraint(kind="json_object", after_reasoning=True, param="response_format"),
+        Constraint(kind="choice", choices=("a", "b")),
+        Constraint(kind="choice"),
+    ]
+)
 SAMPLING = st.builds(
     SamplingParams,
+    constraint=st.none() | CONSTRAINTS,
     n=st.integers(1, 128),
     max_tokens=st.none() | st.integers(1, 2**32 - 1),
     min_tokens=st.integers(0, 2**32 - 1),
@@ -99,13 +114,6 @@ def test_a_salt_must_fit_into_metadata() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"sampling_params": {"json_schema": "{}"}}, "json_schema"),
-        ({"sampling_params": {"json_schema": ""}}, "json_schema"),
-        ({"sampling_params": {"regex": "a"}}, "regex"),
-        ({"sampling_params": {"grammar": "a"}}, "grammar"),
-        ({"sampling_params": {"structural_tag": "a"}}, "structural_tag"),
-        ({"sampling_params": {"json_object": True}}, "json_object"),
-        ({"sampling_params": {"choice": {"choices": ["a"]}}}, "choice"),
         ({"sampling_params": {"prompt_logprobs": 0}}, "prompt_logprobs"),
         ({"sampling_params": {"truncate_prompt_tokens": 5}}, "truncate_prompt_tokens"),
         ({"sampling_params": {"logprobs": -1}}, "logprobs"),

@@ -239,12 +239,25 @@ async def test_a_clip_and_a_clip_with_a_picture(front: Front) -> None:
     assert {item.modality for item in front.seen[-1].media} == {"image", "video"}
 
 
-async def test_tools(front: Front) -> None:
+async def test_tools_and_formats(front: Front) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     assert (await front.chat("call f", tools=tools)).status_code == 200
-    forced = await front.chat("call f", tools=tools, tool_choice="required")
-    assert forced.status_code == 400
-    assert "json_schema" in forced.json()["error"]["message"]
+    fields: dict[str, Any] = {"ignore_eos": False, "max_tokens": 400}
+    forced = await front.chat("call f", tools=tools, tool_choice="required", **fields)
+    assert forced.status_code == 200, forced.text
+    constraint = front.seen[-1].sampling.constraint
+    assert constraint is not None
+    assert constraint.kind == "json_schema"
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    asked = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    answer = (await front.chat("Hello", response_format=asked, **fields)).json()["choices"][0]
+    assert json.loads(answer["message"]["content"])["a"] in ("x", "y")
+    assert answer["finish_reason"] == "stop"
 
 
 async def test_refusals(front: Front) -> None:

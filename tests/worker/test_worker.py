@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import re
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from msaserve.pixels import normalize
 from msaserve.rpc import shm
 from msaserve.rpc.media import items_to_proto, segment_rows
 from msaserve.tokenizer import Tokenizer
-from msaserve.types import MediaItem
+from msaserve.types import Constraint, MediaItem
 from msaserve.worker.in_process import InProcessClient
 
 
@@ -195,12 +196,19 @@ async def test_media_that_does_not_fit_is_refused_and_its_memory_freed() -> None
         assert tokens(await read(worker.client, request("ok"))) == GREEDY
 
 
-async def test_a_constraint_is_refused_by_name() -> None:
+async def test_a_constraint() -> None:
     async with running_worker() as worker:
-        generate = pb.GenerateRequest(tokenized={"input_ids": [5]}, sampling_params={"json_schema": "{}"})
-        with pytest.raises(grpc.aio.AioRpcError, match="json_schema") as caught:
-            [r async for r in worker.stub.Generate(generate)]
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        events = await read(
+            worker.client,
+            request("c", max_tokens=40, ignore_eos=False, constraint=Constraint(kind="regex", text="[0-9]{3}x")),
+        )
+        text = Tokenizer.load(TINY).decode(tokens(events))
+        assert re.fullmatch("[0-9]{3}x", text)
+        assert events[-1].finish_reason == "stop"
+        wrong = Constraint(kind="json_schema", text="{", param="response_format")
+        with pytest.raises(InvalidRequestError) as caught:
+            await read(worker.client, request("w", ignore_eos=False, constraint=wrong))
+        assert caught.value.param == "response_format"
 
 
 async def test_going_away_frees_the_pages() -> None:
