@@ -156,3 +156,11 @@ def test_geometry_in_chunks_after_a_hit(geometry: tuple[Engine, Output], chunk: 
         scheduler.config = roomy
     assert output.num_cached_tokens == 4476 // 128 * 128
     assert output.token_ids == greedy_tokens("geometry")
+
+
+@pytest.mark.parametrize("chunk", [16, 100])
+def test_geometry_in_chunks_cold(chunk: int) -> None:
+    engine = make_engine("geometry", num_pages=50, max_num_batched_tokens=chunk)
+    (output,) = run(engine, [request("whole", greedy_prompt("geometry"))])
+    assert output.num_cached_tokens == 0
+    assert output.token_ids == greedy_tokens("geometry")
