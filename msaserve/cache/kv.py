@@ -1,4 +1,4 @@
-"""The paged cache's planes: K and V of every layer, index-K of the sparse ones. Pages are handed out by cache.blocks."""
+"""The paged cache's planes: K and V of every layer, index-K of the sparse ones. cache.blocks hands out the pages."""
 
 from __future__ import annotations
 
