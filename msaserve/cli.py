@@ -181,14 +181,14 @@ class Check:
             ("experts", f"{text.num_experts}, {text.num_experts_per_tok} per token"),
             ("vocabulary", f"{text.vocab_size:,} tokens; the tokenizer knows {tokenizer.vocab_size:,}"),
             ("context", f"{config.max_model_len:,} tokens"),
-            ("vision", "none" if vision is None else f"{vision.num_layers} layers, through the Python API"),
+            ("vision", "none: text only" if vision is None else f"{vision.num_layers} layers"),
             ("chat template", "none: only /v1/completions" if template is None else "yes"),
             ("weights", f"{_size(plan.weight_bytes)} in {plan.dtype}"),
             ("KV per token", f"{plan.kv_bytes_per_token:,} B"),
             ("index-K per token", f"{plan.index_bytes_per_token:,} B"),
             ("cache", f"{_size(plan.budget_bytes)} of {self.memory:g} GiB: {cached}"),
             ("longest request", f"{plan.max_request_len:,} tokens"),
-            ("not supported", "pictures and video over HTTP, tool calls, response_format"),
+            ("not supported", "quantised weights, several GPUs, prediction (MTP) heads"),
         )
         for name, value in rows:
             print(f"{name:<18} {value}")
