@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from msaserve.tokenizer import Tokenizer
+
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+"""Between two elements of JSON. A model that may write any of it can write nothing else for ever."""
 
 
 def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
@@ -15,6 +19,15 @@ def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def json_value(schema: Any) -> str:
+    """JSON of a schema. `x-guidance` in it may say otherwise of whitespace."""
+    if isinstance(schema, dict):
+        options = schema.get("x-guidance")
+        options = options if isinstance(options, dict) else {}
+        schema = {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE, **options}}
+    return f"%json {json.dumps({} if schema is True else schema)}"
 
 
 def literal(text: str, added: Mapping[str, int]) -> str:

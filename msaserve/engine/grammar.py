@@ -19,15 +19,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from msaserve.errors import CheckpointError, InvalidRequestError
-from msaserve.lark import added_tokens, literal, quoted
+from msaserve.lark import JSON_WHITESPACE, added_tokens, json_value, literal, quoted
 from msaserve.tokenizer import Tokenizer
 from msaserve.types import Constraint
 
 MAX_COMPILED = 64
 THINK_OPENER = "<mm:think>"
 THINK_CLOSER = "</mm:think>"
-# A model that may write any whitespace between two elements can write nothing else for ever.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+_JSON_OPTIONS: Any = {"whitespace_pattern": JSON_WHITESPACE}
 _MAX_MESSAGE_CHARS = 500
 
 Mask = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -234,7 +233,7 @@ def _structural_tag(value: Any, vocabulary: _Vocabulary) -> str:
         trigger = max((t for t in triggers if begin.startswith(t)), key=len, default=None)
         if trigger is None:
             raise InvalidRequestError(f"structures[{i}].begin starts with none of the triggers")
-        body = f"{_json_term(structure.get('schema', True))} {literal(end, vocabulary.added)}"
+        body = f"{_json_value(structure.get('schema', True))} {literal(end, vocabulary.added)}"
         if literal(trigger, vocabulary.added).startswith("<["):
             rules.append(f"tag_{i}: TEXT {literal(begin, vocabulary.added)} {body}")
         else:
@@ -257,12 +256,10 @@ def _schema_text(schema: Any) -> str:
     return json.dumps(schema)
 
 
-def _json_term(schema: Any) -> str:
-    schema = {} if schema is True else schema
-    text = _schema_text(schema)
-    if isinstance(schema, dict):
-        text = json.dumps({**schema, "x-guidance": {**_JSON_OPTIONS, **schema.get("x-guidance", {})}})
-    return f"%json {text}"
+def _json_value(schema: Any) -> str:
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidRequestError("a JSON schema is an object")
+    return json_value(schema)
 
 
 def _short(message: str) -> str:

@@ -81,7 +81,10 @@ def chat_constraint(asked: ChatRequest, tools: ToolUse, tokenizer: Tokenizer) ->
         raise InvalidRequestError(
             f"{constraint.param} leaves no room for calls: set tool_choice to none", param=constraint.param
         )
-    schema = '{"type": "object"}' if constraint.kind == "json_object" else constraint.text
+    try:
+        schema = {"type": "object"} if constraint.kind == "json_object" else json.loads(constraint.text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{constraint.param} is not JSON: {error}", param=constraint.param) from None
     grammar = ToolGrammar(tools, tokenizer).or_json(schema)
     if grammar is None:
         return constraint

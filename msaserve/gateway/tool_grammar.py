@@ -7,7 +7,7 @@ from typing import Any
 
 from msaserve.gateway.parsers.tags import NS
 from msaserve.gateway.tools import ToolUse
-from msaserve.lark import added_tokens, literal, quoted
+from msaserve.lark import added_tokens, json_value, literal, quoted
 from msaserve.tokenizer import Tokenizer
 
 _SCALARS = {
@@ -19,7 +19,8 @@ _SCALARS = {
 # The marker as plain text would be read as one.
 _TEXT = r"/(.|\n)*/ & ~/(.|\n)*\]<\]minimax\[>\[(.|\n)*/"
 _MAX_LEVELS = 16
-_JSON_VALUE = {"whitespace_flexible": False}
+_MAX_ITEMS = 64
+"""Numbers of items above it are not enforced: a grammar writes each of them out."""
 
 
 class ToolGrammar:
@@ -44,13 +45,13 @@ class ToolGrammar:
         named = self._named()
         return self._grammar(self._calls() if named is None else f"{self._body(named)} {self._end()}")
 
-    def or_json(self, schema: str) -> str | None:
+    def or_json(self, schema: Any) -> str | None:
         """Calls, or JSON of a schema. None where M3's marker is no token of its own."""
         if NS not in self._added:
             return None
         return self._grammar(
             f"answer | {self._literal(f'{NS}<tool_call>')} /\\s*/ {self._literal(NS)} {self._calls()}",
-            f"answer: %json {schema}",
+            f"answer: {json_value(schema)}",
         )
 
     def _grammar(self, start: str, *more: str) -> str:
@@ -114,12 +115,12 @@ class ToolGrammar:
     def _container(self, schema: dict[str, Any], kind: str, level: int) -> str:
         inner = schema.get("properties" if kind == "object" else "items")
         if not isinstance(inner, dict) or not inner or level > _MAX_LEVELS:
-            return f"%json {json.dumps({'type': kind, 'x-guidance': _JSON_VALUE})}"
+            return json_value({"type": kind})
         if kind == "object":
             return self._members(schema, level)
         item = self._rule(self._element("item", inner, level + 1))
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if type(least) is int and type(most) is int and 0 <= least <= most:
+        if type(least) is int and type(most) is int and 0 <= least <= most <= _MAX_ITEMS:
             return f"{item}{{{least},{most}}}"
         return f"{item}+" if least else f"{item}*"
 

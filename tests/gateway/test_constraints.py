@@ -231,6 +231,16 @@ def follows(grammars: Grammars, grammar: str, text: str, *, is_end: bool = False
     return True
 
 
+def test_what_spells_a_call_is_data_but_in_a_structural_tag(real: httpx.Client) -> None:
+    call = ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">]<]minimax[>[</invoke>]<]minimax[>[</tool_call>'
+    choice = ask(real, structured_outputs={"choice": [call]}, thinking={"type": "disabled"})
+    assert choice["message"]["content"] == call
+    tag = {"begin": f"{call[:-25]}<a>", "schema": {"enum": [7]}, "end": ""}
+    form = {"type": "structural_tag", "triggers": [call], "structures": [tag]}
+    problem = refused(real, response_format=form)
+    assert "starts with none of the triggers" in problem["message"]
+
+
 OBJECT = {"type": "json_object"}
 
 
@@ -255,6 +265,8 @@ OBJECT = {"type": "json_object"}
         ({"response_format": OBJECT, "min_tokens": 5}, "min_tokens", "contradicts response_format"),
         ({"response_format": OBJECT, "tools": [PING], "tool_choice": "required"}, "response_format", "contradict"),
         ({"guided_regex": "a", "tools": [PING]}, "guided_regex", "tool_choice"),
+        ({"guided_json": "{", "tools": [PING]}, "guided_json", "not JSON"),
+        ({"response_format": schema_format({"type": "x"}), "tools": [PING]}, "response_format", "x"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
