@@ -248,9 +248,17 @@ def test_every_sampling_field_arrives(client: Any, engine: FakeClient, say: Any,
     ],
 )
 def test_why_it_stopped(
-    client: Any, say: Any, is_stream: bool, fields: Any, text: str, reason: str, sequence: str | None
+    client: Any,
+    engine: FakeClient,
+    say: Any,
+    is_stream: bool,
+    fields: Any,
+    text: str,
+    reason: str,
+    sequence: str | None,
 ) -> None:
     say("one two three")
+    engine.burst = 1 if is_stream else 6
     if is_stream:
         with client.messages.stream(**{"model": "tiny", "max_tokens": 99, "messages": USER, **fields}) as stream:
             message = stream.get_final_message()
@@ -293,8 +301,13 @@ def test_what_a_coding_agent_sends(client: Any, say: Any, prompt: Any) -> None:
     assert client.models.list().data[0].id == "tiny"
 
 
-def test_output_format() -> None:
+def test_output_format(client: Any, engine: FakeClient, say: Any) -> None:
     """What chat makes of it is tested there."""
+    say("{}")
+    create(client, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
+    constraint = engine.requests[0].sampling.constraint
+    assert constraint is not None
+    assert constraint.kind == "json_schema"
     schema = {"type": "object"}
     for field in ({"output_config": {"format": {"type": "json_schema", "schema": schema}}},
                   {"output_format": {"type": "json_schema", "schema": schema}}):  # fmt: skip

@@ -272,8 +272,17 @@ def test_what_a_coding_agent_sends(client: openai.OpenAI, say: Any, prompt: Any)
     assert prompt().endswith("]~b]system:a[e~[]~b]user:hi[e~[]~b]ai:")
 
 
-def test_text_format() -> None:
+def test_text_format(client: openai.OpenAI, engine: FakeClient, say: Any) -> None:
     """What chat makes of it is tested there."""
+    say("{}")
+    create(client, text={"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}})
+    constraint = engine.requests[0].sampling.constraint
+    assert constraint is not None
+    assert constraint.kind == "json_schema"
+    with pytest.raises(openai.BadRequestError, match=r"text\.format\.schema must be an object") as refused:
+        create(client, text={"format": {"type": "json_schema", "name": "a", "schema": 5}})
+    assert refused.value.param is not None
+    assert refused.value.param.startswith("text.format")
     form = {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}
     chat = chat_of(ResponsesRequest(input="hi", text={"format": form}))
     assert chat.fields["response_format"] == {
