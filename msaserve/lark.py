@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable
 from typing import Any
-
-from msaserve.tokenizer import Tokenizer
 
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Between two elements of JSON. A model that may write any of it can write nothing else for ever."""
 
 
-def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Id by spelling of the tokens that no plain text becomes."""
-    return {tokenizer.token_bytes(i).decode(): i for i in sorted(tokenizer.added_ids)}
+class Literals:
+    """Texts as Lark, in which what spells an added token is that token."""
+
+    def __init__(self, added: Iterable[tuple[str, int]]) -> None:
+        """added: spelling and id of the tokens that no plain text becomes (`Tokenizer.added_tokens`)."""
+        self.ids = {text: token for text, token in added if text}
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def __call__(self, text: str) -> str:
+        terms: list[str] = []
+        end = 0
+        for found in self._pattern.finditer(text):
+            if found.start() > end:
+                terms.append(quoted(text[end : found.start()]))
+            terms.append(f"<[{self.ids[found.group()]}]>")
+            end = found.end()
+        if end < len(text) or not terms:
+            terms.append(quoted(text[end:]))
+        return " ".join(terms)
 
 
 def quoted(text: str) -> str:
@@ -28,21 +44,3 @@ def json_value(schema: Any) -> str:
         options = options if isinstance(options, dict) else {}
         schema = {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE, **options}}
     return f"%json {json.dumps({} if schema is True else schema)}"
-
-
-def literal(text: str, added: Mapping[str, int]) -> str:
-    """A text, in which what spells an added token is that token."""
-    terms: list[str] = []
-    plain = ""
-    while text:
-        found = max((token for token in added if token and text.startswith(token)), key=len, default=None)
-        if found is None:
-            plain, text = plain + text[0], text[1:]
-            continue
-        if plain:
-            terms.append(quoted(plain))
-        terms.append(f"<[{added[found]}]>")
-        plain, text = "", text[len(found) :]
-    if plain or not terms:
-        terms.append(quoted(plain))
-    return " ".join(terms)

@@ -127,9 +127,9 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     @property
-    def added_ids(self) -> frozenset[int]:
-        """Ids of the added tokens, special or not: no plain text becomes one of them."""
-        return self._added_ids
+    def added_tokens(self) -> list[tuple[str, int]]:
+        """Spelling and id of the added tokens, special or not: no plain text becomes one of them."""
+        return [(self._bytes[i].decode(), i) for i in sorted(self._added_ids)]
 
     def special_ids(self, *, kept: Collection[str] = ()) -> frozenset[int]:
         """Ids of the special tokens but the `kept` ones."""

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from msaserve.errors import CheckpointError, InvalidRequestError
-from msaserve.lark import JSON_WHITESPACE, added_tokens, json_value, literal, quoted
+from msaserve.lark import JSON_WHITESPACE, Literals, json_value, quoted
 from msaserve.tokenizer import Tokenizer
 from msaserve.types import Constraint
 
@@ -179,14 +179,14 @@ class _Vocabulary:
     """The tokenizer as llguidance takes it. Added tokens are never text: only a grammar that names one gets it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
-        self.added = {text: i for text, i in added_tokens(tokenizer).items() if i < vocab_size}
-        self.opener = self.added.get(THINK_OPENER)
-        self.closer = self.added.get(THINK_CLOSER)
+        self.literal = Literals((text, i) for text, i in tokenizer.added_tokens if i < vocab_size)
+        self.opener = self.literal.ids.get(THINK_OPENER)
+        self.closer = self.literal.ids.get(THINK_CLOSER)
         self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = None
         # Ids of the logits beyond the tokenizer's have no bytes, and are never allowed.
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
-        self.special_token_ids = sorted(self.added.values())
+        self.special_token_ids = sorted(self.literal.ids.values())
         self._encode = tokenizer.encode_plain
         self.tokenizer = LLTokenizer(TokenizerWrapper(self), eos_token=eos_token_ids)
 
@@ -211,7 +211,8 @@ def _grammar(constraint: Constraint, vocabulary: _Vocabulary) -> str:
         return _structural_tag(_json(text), vocabulary)
     assert kind == "grammar"
     try:
-        return any_to_lark(text)
+        # Without empty lines: the converter's search for Lark is quadratic in them.
+        return any_to_lark("\n".join(line for line in text.split("\n") if line.strip()))
     except Exception as error:  # the converter of EBNF raises its own, and others
         raise InvalidRequestError(_short(str(error))) from None
 
@@ -233,12 +234,12 @@ def _structural_tag(value: Any, vocabulary: _Vocabulary) -> str:
         trigger = max((t for t in triggers if begin.startswith(t)), key=len, default=None)
         if trigger is None:
             raise InvalidRequestError(f"structures[{i}].begin starts with none of the triggers")
-        body = f"{_json_value(structure.get('schema', True))} {literal(end, vocabulary.added)}"
-        if literal(trigger, vocabulary.added).startswith("<["):
-            rules.append(f"tag_{i}: TEXT {literal(begin, vocabulary.added)} {body}")
+        body = f"{_json_value(structure.get('schema', True))} {vocabulary.literal(end)}"
+        if vocabulary.literal(trigger).startswith("<["):
+            rules.append(f"tag_{i}: TEXT {vocabulary.literal(begin)} {body}")
         else:
             rules.append(f"trigger_{i}[lazy]: TEXT {quoted(trigger)}")
-            rules.append(f"tag_{i}: trigger_{i} {literal(begin[len(trigger) :], vocabulary.added)} {body}")
+            rules.append(f"tag_{i}: trigger_{i} {vocabulary.literal(begin[len(trigger) :])} {body}")
     tags = " | ".join(f"tag_{i}" for i in range(len(value["structures"])))
     return "\n".join([f"start: ({tags})* rest", "rest: TEXT", *rules])
 

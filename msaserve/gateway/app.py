@@ -245,7 +245,7 @@ class Gateway:
     ) -> ChatPrompt:
         """stack: holds what the media take of the bytes in flight."""
         tools = tool_use(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-        constraint = chat_constraint(asked, tools, self._tokenizer)
+        constraint = await _run(lambda: chat_constraint(asked, tools, self._tokenizer), size)
         if constraint is not None and not tools.offered and constraint.kind not in ("structural_tag", "grammar"):
             tools = dataclasses.replace(tools, parses_calls=False)  # a text that spells one is data
         kwargs = {**thinking_kwargs(asked.thinking, asked.reasoning_effort), **(asked.chat_template_kwargs or {})}

@@ -7,7 +7,7 @@ from typing import Any
 
 from msaserve.gateway.parsers.tags import NS
 from msaserve.gateway.tools import ToolUse
-from msaserve.lark import added_tokens, json_value, literal, quoted
+from msaserve.lark import Literals, json_value, quoted
 from msaserve.tokenizer import Tokenizer
 
 _SCALARS = {
@@ -31,7 +31,7 @@ class ToolGrammar:
 
     def __init__(self, tools: ToolUse, tokenizer: Tokenizer) -> None:
         self._tools = tools
-        self._added = added_tokens(tokenizer)
+        self._literal = Literals(tokenizer.added_tokens)
         self._rules = [
             rf"TEXT: {_TEXT}",
             rf"FREE: {_TEXT} & ~/<\/invoke>(.|\n)*/",
@@ -40,14 +40,14 @@ class ToolGrammar:
 
     def rest(self) -> str | None:
         """Of an answer that begins with `ToolUse.prefix`. None where M3's marker is no token of its own."""
-        if NS not in self._added:
+        if NS not in self._literal.ids:
             return None
         named = self._named()
         return self._grammar(self._calls() if named is None else f"{self._body(named)} {self._end()}")
 
     def or_json(self, schema: Any) -> str | None:
         """Calls, or JSON of a schema. None where M3's marker is no token of its own."""
-        if NS not in self._added:
+        if NS not in self._literal.ids:
             return None
         return self._grammar(
             f"answer | {self._literal(f'{NS}<tool_call>')} /\\s*/ {self._literal(NS)} {self._calls()}",
@@ -128,6 +128,3 @@ class ToolGrammar:
         name = f"part_{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
-
-    def _literal(self, text: str) -> str:
-        return literal(text, self._added)

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import threading
+import time
 from array import array
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from msaserve.types import Constraint, SamplingParams
 
 TINY = golden("tiny")[0]
 TOKENIZER = Tokenizer.load(TINY)
+ADDED = {token for _, token in TOKENIZER.added_tokens}
 EOS = 2
 THINK, END_THINK = TOKENIZER.encode("<mm:think></mm:think>")
 NS = TOKENIZER.encode("]<]minimax[>[")[0]
@@ -104,7 +106,7 @@ def test_json_object_is_a_prefix_of_one_when_it_is_cut_off() -> None:
     assert len(output.token_ids) == 9
     text = b"".join(TOKENIZER.token_bytes(i) for i in output.token_ids)
     assert text.startswith(b"{")
-    assert not set(output.token_ids) & TOKENIZER.added_ids
+    assert not set(output.token_ids) & ADDED
 
 
 def mixed_requests() -> list[Any]:
@@ -291,7 +293,7 @@ class TestStructuralTags:
 
 def test_added_tokens_are_never_text(grammars: Grammars) -> None:
     matcher = grammars.matcher(Constraint(kind="regex", text="(.|\n)*"), [9])
-    assert (allowed(matcher, []) or set()) & TOKENIZER.added_ids == {EOS}
+    assert (allowed(matcher, []) or set()) & ADDED == {EOS}
 
 
 BAD = {
@@ -337,6 +339,19 @@ def test_what_contradicts_a_constraint_is_refused(field: dict[str, Any]) -> None
     with pytest.raises(InvalidRequestError) as caught:
         sampling.validate(vocab_size=512)
     assert caught.value.param == next(iter(field))
+
+
+@pytest.mark.parametrize(
+    "text", ["\n" * 500_000, " \n" * 200_000 + "root = 1", 'root ::= "' + "a" * 500_000, "(" * 500_000]
+)
+def test_long_nonsense_is_refused_soon(grammars: Grammars, text: str) -> None:
+    structures = [{"begin": "<" + text, "schema": True, "end": text}]
+    tag = json.dumps({"triggers": ["<x"], "structures": structures})
+    start = time.monotonic()
+    for constraint in (Constraint(kind="grammar", text=text), Constraint(kind="structural_tag", text=tag)):
+        with pytest.raises(InvalidRequestError):
+            grammars.compile(constraint)
+    assert time.monotonic() - start < 10
 
 
 def test_a_checkpoint_without_a_tokenizer_takes_no_constraints(tmp_path: Path) -> None:
