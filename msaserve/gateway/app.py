@@ -23,18 +23,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from msaserve.config import GenerationDefaults
 from msaserve.errors import InvalidRequestError, MsaserveError, OverloadedError
-from msaserve.gateway import messages, responses
-from msaserve.gateway.answer import Answer, ChatAnswer, CompletionAnswer
-from msaserve.gateway.blocks import BlockAnswer
-from msaserve.gateway.chat import ChatTemplate, check_template_kwargs, thinking_kwargs, without_thinking
-from msaserve.gateway.chat import check_length as check_text_length
-from msaserve.gateway.chat_output import ChatOutput
-from msaserve.gateway.client import EngineClient
-from msaserve.gateway.constraints import asked_constraint, chat_constraint
-from msaserve.gateway.envelope import Envelope, answer_error, dialect_of
-from msaserve.gateway.media.pipeline import MediaPart, MediaPipeline
-from msaserve.gateway.messages import CountTokensRequest, MessagesAnswer, MessagesRequest
-from msaserve.gateway.openai import (
+from msaserve.gateway.apis import messages, responses
+from msaserve.gateway.apis.answer import Answer, ChatAnswer, CompletionAnswer
+from msaserve.gateway.apis.blocks import BlockAnswer
+from msaserve.gateway.apis.envelope import Envelope, answer_error, dialect_of
+from msaserve.gateway.apis.messages import CountTokensRequest, MessagesAnswer, MessagesRequest
+from msaserve.gateway.apis.openai import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -46,8 +40,14 @@ from msaserve.gateway.openai import (
     parse,
     sampling_params,
 )
+from msaserve.gateway.apis.responses import ResponsesAnswer, ResponsesRequest
+from msaserve.gateway.chat import ChatTemplate, check_template_kwargs, thinking_kwargs, without_thinking
+from msaserve.gateway.chat import check_length as check_text_length
+from msaserve.gateway.chat_output import ChatOutput
+from msaserve.gateway.client import EngineClient
+from msaserve.gateway.constraints import asked_constraint, chat_constraint
+from msaserve.gateway.media.pipeline import MediaPart, MediaPipeline
 from msaserve.gateway.parsers.minimax_m3 import MARKER_TOKENS, thinking_mode
-from msaserve.gateway.responses import ResponsesAnswer, ResponsesRequest
 from msaserve.gateway.stream import Generation
 from msaserve.gateway.tools import tool_use
 from msaserve.gateway.transport import (

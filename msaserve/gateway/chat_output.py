@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from msaserve.gateway.openai import ChatMessage, FunctionCall, ToolCall
+from msaserve.gateway.apis.openai import ChatMessage, FunctionCall, ToolCall
 from msaserve.gateway.parsers.events import (
     ArgumentsDelta,
     ContentDelta,

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from msaserve.errors import InvalidRequestError
-from msaserve.gateway.openai import ChatRequest, CompletionRequest
+from msaserve.gateway.apis.openai import ChatRequest, CompletionRequest
 from msaserve.gateway.tool_grammar import ToolGrammar
 from msaserve.gateway.tools import ToolUse
 from msaserve.tokenizer import Tokenizer

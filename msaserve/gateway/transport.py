@@ -22,7 +22,7 @@ from msaserve.errors import (
     OverloadedError,
     TooLargeError,
 )
-from msaserve.gateway.openai import ErrorBody
+from msaserve.gateway.apis.openai import ErrorBody
 
 _log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from msaserve.engine.async_engine import AsyncEngine
 from msaserve.engine.engine import Engine
 from msaserve.engine.grammar import Grammars
 from msaserve.errors import InvalidRequestError
+from msaserve.gateway.apis.openai import ChatRequest, CompletionRequest
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.constraints import asked_constraint, chat_constraint
-from msaserve.gateway.openai import ChatRequest, CompletionRequest
 from msaserve.gateway.tool_grammar import ToolGrammar
 from msaserve.gateway.tools import tool_use
 from msaserve.tokenizer import Tokenizer

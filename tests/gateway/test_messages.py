@@ -25,10 +25,10 @@ from msaserve.engine.async_engine import AsyncEngine
 from msaserve.engine.engine import Engine
 from msaserve.errors import OverloadedError
 from msaserve.gateway import transport
+from msaserve.gateway.apis.messages import MessagesRequest, chat_of
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.media.pipeline import MediaPipeline
 from msaserve.gateway.media.spec import find_spec
-from msaserve.gateway.messages import MessagesRequest, chat_of
 from msaserve.tokenizer import Tokenizer
 from msaserve.worker.in_process import InProcessClient
 

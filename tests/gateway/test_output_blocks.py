@@ -8,7 +8,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msaserve.gateway.blocks import Block, Blocks
+from msaserve.gateway.apis.blocks import Block, Blocks
 from msaserve.gateway.chat_output import ChatOutput
 from msaserve.gateway.tools import tool_use
 

@@ -20,8 +20,8 @@ from msaserve.config import EngineConfig
 from msaserve.engine.async_engine import AsyncEngine
 from msaserve.engine.engine import Engine
 from msaserve.errors import InvalidRequestError, OverloadedError
+from msaserve.gateway.apis.responses import ResponsesRequest, chat_of
 from msaserve.gateway.chat import ChatTemplate
-from msaserve.gateway.responses import ResponsesRequest, chat_of
 from msaserve.tokenizer import Tokenizer
 from msaserve.worker.in_process import InProcessClient
 

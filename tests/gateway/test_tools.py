@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from msaserve.errors import InvalidRequestError
+from msaserve.gateway.apis.openai import chat_messages
 from msaserve.gateway.media.pipeline import MediaPart
-from msaserve.gateway.openai import chat_messages
 from msaserve.gateway.tools import called_tools, in_call_order, tool_use
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from msaserve.errors import InvalidRequestError
-from msaserve.gateway.blocks import Block, BlockAnswer, Step
-from msaserve.gateway.openai import ErrorBody
+from msaserve.gateway.apis.blocks import Block, BlockAnswer, Step
+from msaserve.gateway.apis.openai import ErrorBody
+from msaserve.gateway.apis.translate import Translation, objects, refuse, same_fields, text_of, unsupported
 from msaserve.gateway.stream import Generation
-from msaserve.gateway.translate import Translation, objects, refuse, same_fields, text_of, unsupported
 from msaserve.gateway.transport import Dialect, server_event
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

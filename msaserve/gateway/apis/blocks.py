@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from msaserve.gateway.apis.translate import Translation
 from msaserve.gateway.chat_output import ChatOutput
 from msaserve.gateway.parsers.events import (
     ArgumentsDelta,
@@ -21,7 +22,6 @@ from msaserve.gateway.parsers.events import (
     ToolCallStart,
 )
 from msaserve.gateway.stream import Delta, Generation
-from msaserve.gateway.translate import Translation
 
 BlockKind = Literal["thinking", "text", "call"]
 

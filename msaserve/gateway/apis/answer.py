@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from msaserve.gateway.chat_output import ChatOutput
-from msaserve.gateway.openai import (
+from msaserve.gateway.apis.openai import (
     ChatChoice,
     ChatChunkChoice,
     ChatLogprobs,
@@ -27,6 +26,7 @@ from msaserve.gateway.openai import (
     TopLogprob,
     Usage,
 )
+from msaserve.gateway.chat_output import ChatOutput
 from msaserve.gateway.stream import Delta, Generation, ShownToken
 from msaserve.gateway.transport import server_event
 from msaserve.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from msaserve.errors import InvalidRequestError
-from msaserve.gateway.openai import ChatRequest, from_fields
+from msaserve.gateway.apis.openai import ChatRequest, from_fields
 
 _PLACE = re.compile(r"messages\[\d+\](?:\.content\[\d+\])?")
 

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from msaserve.gateway.messages import MESSAGES
-from msaserve.gateway.responses import RESPONSES
+from msaserve.gateway.apis.messages import MESSAGES
+from msaserve.gateway.apis.responses import RESPONSES
 from msaserve.gateway.transport import OPENAI, ClientGoneError, Dialect, NoSuchModelError, error_response
 from msaserve.observe.log import ACCESS_LOGGER
 from msaserve.observe.metrics import ServerMetrics
