@@ -69,6 +69,14 @@ def check_caches(op: str, **caches: torch.Tensor | None) -> None:
             raise ValueError(f"{op}: {name} has strides {cache.stride()}, expected a contiguous last dimension")
 
 
+def check_index_queries(op: str, index_q: torch.Tensor, index_k_cache: torch.Tensor) -> None:
+    """Raises ValueError unless index queries and keys are of known dtypes, 8-bit queries beside 8-bit keys only."""
+    check_dtype(op, "index_q", index_q, CACHE_DTYPES)
+    check_caches(op, index_k_cache=index_k_cache)
+    if index_q.itemsize == 1 and index_k_cache.dtype != index_q.dtype:
+        raise ValueError(f"{op}: index_q is {index_q.dtype}, index_k_cache {index_k_cache.dtype}")
+
+
 def check_groups(op: str, num_heads: int, num_kv_heads: int) -> int:
     """Query heads per KV head.
 

@@ -16,10 +16,10 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 @lru_cache(maxsize=64)
 def _layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Of a box in shared memory. Working it out takes longer than a launch, so it is kept."""
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(box), element)
 
 
 def descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """A TMA descriptor of a 16-bit tensor on 16-byte boundaries, that moves boxes of this shape."""
+    """A TMA descriptor of a 16-bit or 8-bit tensor on 16-byte boundaries, that moves boxes of this shape."""
     return TensorDescriptor.from_tensor(tensor, list(box), _layout(box, tensor.dtype))

@@ -28,6 +28,9 @@ def msa_attend(
     scale: float | None = None,
     max_query_len: int,
     max_seq_len: int,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    index_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One sparse layer's attention for this step's tokens, whose keys and values are written to the caches first.
 
@@ -35,6 +38,7 @@ def msa_attend(
         q: [T, Hq, D]. k, v: [T, Hkv, D]. index_q: [T, Hkv, Di]. index_k: [T, Di].
         k_cache, v_cache: [P, block, Hkv, D]. index_k_cache: [P, block, Di].
         slots: [T] int64. block_table: [B, max_blocks], seq_lens: [B], cu_query_lens: [B + 1], all int32.
+        k_scale, v_scale, index_scale: as in `store_kv`, for 8-bit caches above all.
 
     Returns:
         [T, Hq, D] in q's dtype.
@@ -43,7 +47,18 @@ def msa_attend(
         ValueError: as the operators do.
     """
     # 1. The new tokens' keys, values and index keys go to their slots: a query sees its own token.
-    store_kv(k, v, k_cache, v_cache, slots, index_k=index_k, index_k_cache=index_k_cache)
+    store_kv(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slots,
+        index_k=index_k,
+        index_k_cache=index_k_cache,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        index_scale=index_scale,
+    )
     # 2. Every visible block is scored by its best index key; the topk best are kept for each query and KV head.
     block_ids = select_blocks(
         index_q,
@@ -67,4 +82,6 @@ def msa_attend(
         cu_query_lens,
         scale=scale,
         max_query_len=max_query_len,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )

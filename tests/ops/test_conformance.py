@@ -404,3 +404,39 @@ def test_topk_blocks_of_few_values(call: Call, device: str, topk: int, local_blo
         max_query_len=spec.max_query_len,
     )
     assert ops_oracle.sets(ids) == ops_oracle.block_ids(case, scores.masked_fill(scores.isnan(), -torch.inf))
+
+
+@pytest.mark.operator("dense_attend")
+@pytest.mark.parametrize("is_per_head", [False, True])
+def test_dense_attend_reads_fp8_with_scales(call: Call, device: str, is_per_head: bool) -> None:
+    case = build(SPECS["ragged"], device=device, cache_dtype=torch.float8_e4m3fn)
+    k_scale, v_scale = torch.tensor([0.5, 3.0], device=device), torch.tensor([2.0, 0.25], device=device)
+    if not is_per_head:
+        k_scale, v_scale = k_scale[0], v_scale[0]
+    out = call(case.q, case.k_cache, case.v_cache, *case.batch, **case.bounds, k_scale=k_scale, v_scale=v_scale)
+    k_scaled = case.k_cache.float() * k_scale.reshape(-1, 1)
+    v_scaled = case.v_cache.float() * v_scale.reshape(-1, 1)
+    expected = ops.dense_attend(case.q, k_scaled, v_scaled, *case.batch, **case.bounds, impl="reference")
+    assert relative_error(out, expected) < TOLERANCES[torch.float32]
+
+
+@pytest.mark.operator("index_score")
+def test_index_score_reads_fp8_with_a_scale(call: Call, device: str) -> None:
+    case = build(SPECS["special_keys"], device=device, cache_dtype=torch.float8_e4m3fn)
+    scale = torch.tensor(0.5, device=device)
+    for index_q in (case.index_q, case.index_q.to(torch.float8_e4m3fn)):
+        scores = call(index_q, case.index_k_cache, *case.batch, **case.bounds, index_scale=scale)
+        wide = case.index_k_cache.float() * 0.5
+        expected = ops.index_score(index_q.float(), wide, *case.batch, **case.bounds, impl="reference")
+        torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.operator("select_blocks")
+@pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.parametrize("name", ["ragged", "padding", "special_keys", "local_blocks_2", "block_128"])
+def test_select_blocks_of_fp8(call: Call, device: str, name: str, is_narrow: bool) -> None:
+    """8-bit keys, and 8-bit queries too: the choice of their values in float64."""
+    case = build(SPECS[name], device=device, cache_dtype=torch.float8_e4m3fn)
+    index_q = case.index_q.to(torch.float8_e4m3fn) if is_narrow else case.index_q
+    ids = call(index_q, case.index_k_cache, *case.batch, **case.selection_options)
+    assert ops_oracle.sets(ids) == ops_oracle.block_ids(case, ops_oracle.block_scores(case))

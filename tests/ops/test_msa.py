@@ -59,6 +59,31 @@ def test_chunked_is_whole(device: str, chunk_len: int) -> None:
     assert relative_error(torch.cat(chunks), whole) < TOLERANCES[dtype]
 
 
+def test_fp8_caches_are_written_and_read_with_scales(device: str) -> None:
+    """Scales that are powers of two, of values that 8 bits hold: what wide caches give."""
+    spec = replace(SPECS["ragged"], index_values="integers")
+    dtype = torch.float8_e4m3fn
+    case = build(spec, device=device, cache_dtype=dtype, is_stored=False)
+    wide = build(spec, device=device, is_stored=False)
+    narrow_kv = {name: getattr(case, name).mul(2).round().div(2).clamp(-3, 3) for name in ("k", "v")}
+    scales = {"k_scale": torch.tensor([0.5, 4.0]), "v_scale": torch.tensor(2.0), "index_scale": torch.tensor(0.25)}
+    held = [cache.float() for cache in (case.k_cache, case.v_cache, case.index_k_cache)]
+    for cache, scale, given in zip(
+        held, scales.values(), (wide.k_cache, wide.v_cache, wide.index_k_cache), strict=True
+    ):
+        given.copy_(cache * scale.to(device).reshape(-1, 1))
+    args = (narrow_kv["k"], narrow_kv["v"], case.index_q, case.index_k)
+    rest = (case.slots, *case.batch)
+    caches = (case.k_cache, case.v_cache, case.index_k_cache)
+    on_device = {name: scale.to(device) for name, scale in scales.items()}
+    out = ops.msa_attend(case.q, *args, *caches, *rest, **case.selection_options, **on_device)
+    wide_caches = (wide.k_cache, wide.v_cache, wide.index_k_cache)
+    expected = ops.msa_attend(case.q, *args, *wide_caches, *rest, **case.selection_options)
+    assert relative_error(out, expected) < TOLERANCES[torch.float32]
+    unscaled = ops.msa_attend(case.q, *args, *caches, *rest, **case.selection_options)
+    assert relative_error(unscaled, expected) > 0.1
+
+
 def test_the_document_runs() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 3

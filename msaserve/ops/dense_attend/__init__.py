@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from msaserve.ops.checks import check_caches, check_dtype, check_floats, check_groups, check_int32, check_shapes
+from msaserve.ops.checks import (
+    check_caches,
+    check_dtype,
+    check_floats,
+    check_groups,
+    check_int32,
+    check_scale,
+    check_shapes,
+)
 from msaserve.ops.dispatch import Impl, always, choose
 from msaserve.ops.hopper import ask_later, by_name
 
@@ -31,6 +39,8 @@ def dense_attend(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Attention of each query over its request's tokens up to its own position.
@@ -43,6 +53,7 @@ def dense_attend(
         scale: of the scores; None is D ** −0.5.
         max_query_len, max_seq_len: at least the batch's longest query and sequence.
         out: [T, Hq, D] of q's dtype to write to.
+        k_scale, v_scale: a scalar or [Hkv] float tensor that the caches' values are multiplied by.
 
     Returns:
         [T, Hq, D] in q's dtype; 0 in padding rows. Softmax and sums are in float32 (float64 for float64 queries).
@@ -71,12 +82,16 @@ def dense_attend(
     check_dtype("dense_attend", "out", out, (q.dtype,))
     check_caches("dense_attend", k_cache=k_cache, v_cache=v_cache)
     check_int32("dense_attend", block_table=block_table, seq_lens=seq_lens, cu_query_lens=cu_query_lens)
+    check_scale("dense_attend", "k_scale", k_scale, sizes["Hkv"])
+    check_scale("dense_attend", "v_scale", v_scale, sizes["Hkv"])
     args = (q, k_cache, v_cache, block_table, seq_lens, cu_query_lens)
     options = {
         "scale": sizes["D"] ** -0.5 if scale is None else scale,
         "max_query_len": max_query_len,
         "max_seq_len": max_seq_len,
         "out": out,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
     }
     result: torch.Tensor = choose("dense_attend", IMPLS, impl, *args, **options)(*args, **options)
     return result

@@ -109,6 +109,8 @@ def why_not(
     *,
     max_query_len: int,
     max_seq_len: int,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     **_: object,
 ) -> str | None:
     """None if `dense_attend` serves these arguments, else the reason. Whether Triton runs is asked before."""
@@ -118,6 +120,8 @@ def why_not(
         return f"{q.shape[1] // k_cache.shape[2]} query heads to a KV head are more than 16"
     if q.shape[2] not in (64, 128) or k_cache.shape[1] not in (64, 128):
         return f"head dim {q.shape[2]} and block size {k_cache.shape[1]} must be 64 or 128"
+    if k_scale is not None or v_scale is not None:
+        return "scales are not served"
     if min(q.shape[0], block_table.numel(), max_seq_len) == 0:
         return "nothing to attend to"
     if any(x.stride(-1) != 1 for x in (q, block_table, seq_lens, cu_query_lens)):
@@ -137,6 +141,8 @@ def dense_attend(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
+    k_scale: None = None,
+    v_scale: None = None,
 ) -> torch.Tensor:
     """The splits depend on shapes and max_seq_len only: a row has the same bits in every batch that is split alike."""
     num_rows, num_heads, dim = q.shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from msaserve.ops.ragged import accumulator, read_pages
+from msaserve.ops.ragged import accumulator, per_head, read_pages
 
 TILE_TOKENS = 1024
 """Keys and values held at once."""
@@ -24,6 +24,8 @@ def dense_attend(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     num_heads = q.shape[1]
     out = torch.zeros_like(q) if out is None else out.zero_()
@@ -36,7 +38,9 @@ def dense_attend(
             # Tokens that the last of these rows sees.
             num_tokens = seq_len - (end - row_end)
             if num_tokens > 0:
-                out[row:row_end] = _attend(q[row:row_end], k_cache, v_cache, block_table[request], num_tokens, scale)
+                out[row:row_end] = _attend(
+                    q[row:row_end], k_cache, v_cache, block_table[request], num_tokens, scale, k_scale, v_scale
+                )
     return out
 
 
@@ -47,6 +51,8 @@ def _attend(
     pages: torch.Tensor,
     num_tokens: int,
     scale: float,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """Rows [R, Hq, D] of one request, the last of which stands at num_tokens − 1, over its tokens."""
     num_rows, num_heads, dim = q.shape
@@ -54,6 +60,9 @@ def _attend(
     group = num_heads // num_kv_heads
     dtype = accumulator(q.dtype)
     queries = q.to(dtype).reshape(num_rows, num_kv_heads, group, dim).transpose(0, 1).flatten(1, 2) * scale
+    k_scales, v_scales = per_head(k_scale, num_kv_heads, dtype), per_head(v_scale, num_kv_heads, dtype)
+    if k_scales is not None:
+        queries = queries * k_scales[:, None, None]
     positions = torch.arange(num_tokens - num_rows, num_tokens, device=q.device).repeat_interleave(group)
     highest = queries.new_full((num_kv_heads, num_rows * group, 1), -torch.inf)
     total, summed = torch.zeros_like(highest), torch.zeros_like(queries)
@@ -76,4 +85,6 @@ def _attend(
         summed = summed * rescale + weights @ values
         highest = new_highest
     attended = summed / total.masked_fill(total == 0.0, 1.0)
+    if v_scales is not None:
+        attended = attended * v_scales[:, None, None]
     return attended.view(num_kv_heads, num_rows, group, dim).transpose(0, 1).flatten(1, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from msaserve.ops.checks import check_caches, check_dtype, check_floats, check_int32, check_shapes
+from msaserve.ops.checks import check_dtype, check_index_queries, check_int32, check_scale, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
 
 IMPLS = (Impl("reference", "msaserve.ops.index_score.reference:index_score", always),)
@@ -19,19 +19,21 @@ def index_score(
     *,
     max_query_len: int,
     max_seq_len: int,
+    index_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """block_scores[h, t, n] = max over the tokens s of block n with s ≤ position(t) of index_q[t, h] · index_k[s].
 
-    No scale; products are summed in float32 (float64 for float64 queries). A product that is NaN counts as −inf.
+    Products are summed in float32 (float64 for float64 queries). A product that is NaN counts as −inf.
 
     Args:
-        index_q: [T, Hkv, Di].
+        index_q: [T, Hkv, Di]; float8_e4m3fn beside a cache of that dtype only.
         index_k_cache: [P, block, Di].
         block_table: [B, max_blocks] int32.
         seq_lens: [B] int32. cu_query_lens: [B + 1] int32.
         max_query_len, max_seq_len: at least the batch's longest query and sequence.
+        index_scale: a scalar float tensor that the cache's values are multiplied by, as `store_kv` divided them.
         out: [Hkv, T, N] float32 to write to.
 
     Returns:
@@ -59,11 +61,11 @@ def index_score(
         raise ValueError(
             f"index_score: out has shape {list(out.shape)}, expected {[sizes['Hkv'], sizes['T'], num_blocks]}"
         )
-    check_floats("index_score", index_q=index_q)
-    check_caches("index_score", index_k_cache=index_k_cache)
+    check_index_queries("index_score", index_q, index_k_cache)
+    check_scale("index_score", "index_scale", index_scale, 1)
     check_int32("index_score", block_table=block_table, seq_lens=seq_lens, cu_query_lens=cu_query_lens)
     check_dtype("index_score", "out", out, (torch.float32,))
     args = (index_q, index_k_cache, block_table, seq_lens, cu_query_lens)
-    options = {"max_query_len": max_query_len, "max_seq_len": max_seq_len, "out": out}
+    options = {"max_query_len": max_query_len, "max_seq_len": max_seq_len, "index_scale": index_scale, "out": out}
     result: torch.Tensor = choose("index_score", IMPLS, impl, *args, **options)(*args, **options)
     return result

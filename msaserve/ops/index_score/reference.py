@@ -21,6 +21,7 @@ def index_score(
     *,
     max_query_len: int,
     max_seq_len: int,
+    index_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     num_rows, num_heads, dim = index_q.shape
@@ -48,6 +49,8 @@ def index_score(
                 row_end = min(row + rows_per_tile, end)
                 queries = index_q[row:row_end].to(dtype).transpose(0, 1)
                 scores = queries @ keys.T
+                if index_scale is not None:
+                    scores *= index_scale.to(dtype)
                 positions = torch.arange(row, row_end, device=index_q.device) - start + prefix_len
                 scores.masked_fill_((tokens > positions[:, None]) | scores.isnan(), -torch.inf)
                 out[:, row:row_end, first_block:last_block] = scores.view(*scores.shape[:2], -1, block_size).amax(-1)

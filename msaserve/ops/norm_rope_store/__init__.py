@@ -12,7 +12,7 @@ from msaserve.ops.hopper import ask_later, on_card
 
 
 class Queries(NamedTuple):
-    """Normalised and rotated queries, contiguous, in the projection's dtype."""
+    """Normalised and rotated queries, contiguous, in the projection's dtype if no other was asked for."""
 
     q: torch.Tensor
     """[T, Hq, D]."""
@@ -49,6 +49,7 @@ def norm_rope_store(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     index_scale: torch.Tensor | None = None,
+    index_q_dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> Queries:
     """Per-head RMS norm and partial rotation of q, k, index_q and index_k; k, v and index_k go to the cache.
@@ -63,6 +64,7 @@ def norm_rope_store(
             normalised in float32 (mean square plus eps), times 1 + weight, and rounded to projected's dtype.
         num_index_heads: Hi.
         k_scale, v_scale, index_scale: as in `store_kv`.
+        index_q_dtype: of the index queries returned; None is projected's. float8_e4m3fn cuts to its range.
 
     Returns:
         Queries, rows of every slot, −1 too. v is stored as it is; k and index_k as `store_kv` would after norm and
@@ -103,6 +105,10 @@ def norm_rope_store(
         raise ValueError(f"norm_rope_store: {sizes['pairs']} rotated pairs do not fit into heads of {dim}")
     check_floats("norm_rope_store", projected=projected, q_weight=q_weight, k_weight=k_weight)
     check_floats("norm_rope_store", index_q_weight=index_q_weight, index_k_weight=index_k_weight)
+    if index_q_dtype not in (None, projected.dtype, torch.float8_e4m3fn):
+        raise ValueError(
+            f"norm_rope_store: index_q_dtype is {index_q_dtype}, expected {projected.dtype} or {torch.float8_e4m3fn}"
+        )
     check_caches("norm_rope_store", k_cache=k_cache, v_cache=v_cache, index_k_cache=index_k_cache)
     check_dtype("norm_rope_store", "slots", slots, (torch.int64,))
     check_dtype("norm_rope_store", "cos", cos, (torch.float32,))
@@ -122,6 +128,7 @@ def norm_rope_store(
         "k_scale": k_scale,
         "v_scale": v_scale,
         "index_scale": index_scale,
+        "index_q_dtype": index_q_dtype,
     }
     result: Queries = choose("norm_rope_store", IMPLS, impl, *args, **options)(*args, **options)
     return result

@@ -6,7 +6,7 @@ import torch
 
 from msaserve.ops.norm_rope_store import Queries
 from msaserve.ops.ragged import accumulator
-from msaserve.ops.store_kv.reference import store_kv
+from msaserve.ops.store_kv.reference import narrowed, store_kv
 
 
 def norm_rope_store(
@@ -27,6 +27,7 @@ def norm_rope_store(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     index_scale: torch.Tensor | None = None,
+    index_q_dtype: torch.dtype | None = None,
 ) -> Queries:
     num_kv_heads, dim = k_cache.shape[2:]
     index_dim = 0 if index_k_cache is None else index_k_cache.shape[2]
@@ -38,6 +39,7 @@ def norm_rope_store(
     index_q, index_k = None, None
     if index_q_weight is not None and index_k_weight is not None:
         index_q = _rotate(_norm(parts[3].reshape(q.shape[0], -1, index_dim), index_q_weight, eps), cos, sin)
+        index_q = narrowed(index_q, index_q_dtype or index_q.dtype)
         index_k = _rotate(_norm(parts[4][:, None], index_k_weight, eps), cos, sin)[:, 0]
     store_kv(
         k,

@@ -126,7 +126,7 @@ def norm_rope_store_kernel(
             index_row = row + (HQ + 2 * HKV) * D
             index_q = norm_rotate(index_row, h, index_q_weight, cos, sin, eps, HI, DI, DIP, PAIRS)
             to = index_q_out + (t * HI + h)[:, None] * DI + i[None, :]
-            tl.store(to, index_q.to(index_q_out.dtype.element_ty), mask=(h < HI)[:, None] & (i < DI)[None, :])
+            tl.store(to, stored(index_q, 1.0, index_q_out), mask=(h < HI)[:, None] & (i < DI)[None, :])
             if slot >= 0:
                 one = tl.arange(0, 1)
                 index_k = norm_rotate(index_row + HI * DI, one, index_k_weight, cos, sin, eps, 1, DI, DIP, PAIRS)
@@ -174,6 +174,7 @@ def norm_rope_store(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     index_scale: torch.Tensor | None = None,
+    index_q_dtype: torch.dtype | None = None,
 ) -> Queries:
     num_rows, columns = projected.shape
     block_size, num_kv_heads, dim = k_cache.shape[1:]
@@ -181,7 +182,9 @@ def norm_rope_store(
     index_columns = (num_index_heads + 1) * index_dim if index_k_cache is not None else 0
     num_heads = (columns - index_columns) // dim - 2 * num_kv_heads
     q = torch.empty((num_rows, num_heads, dim), dtype=projected.dtype, device=projected.device)
-    index_q = q.new_empty((num_rows, num_index_heads, index_dim)) if num_index_heads else None
+    index_q = None
+    if num_index_heads:
+        index_q = q.new_empty((num_rows, num_index_heads, index_dim), dtype=index_q_dtype or q.dtype)
     parts = triton.cdiv(num_heads, HEADS) + 1 + (num_index_heads > 0)
     norm_rope_store_kernel[(num_rows, parts)](
         projected,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from msaserve.ops.checks import check_caches, check_dtype, check_floats, check_int32, check_selection, check_shapes
+from msaserve.ops.checks import check_dtype, check_index_queries, check_int32, check_selection, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
 from msaserve.ops.hopper import ask_later, on_card, on_card_as_checked
 
@@ -48,8 +48,9 @@ def select_blocks(
     """The topk best visible blocks of each query and KV head: `topk_blocks(index_score(...))`.
 
     Args:
-        index_q: [T, Hkv, Di].
-        index_k_cache: [P, block, Di].
+        index_q: [T, Hkv, Di]; float8_e4m3fn beside a cache of that dtype only, which doubles the rate of prefill.
+            A positive factor of a row changes no choice: scale rows to the range of 8 bits as you like.
+        index_k_cache: [P, block, Di]. It needs no scale, as one common to all keys changes no choice either.
         block_table: [B, max_blocks] int32.
         seq_lens: [B] int32. cu_query_lens: [B + 1] int32.
         max_query_len, max_seq_len: at least the batch's longest query and sequence.
@@ -78,8 +79,7 @@ def select_blocks(
         )
     if out is not None and out.shape != (sizes["Hkv"], sizes["T"], topk):
         raise ValueError(f"select_blocks: out has shape {list(out.shape)}, expected {[sizes['Hkv'], sizes['T'], topk]}")
-    check_floats("select_blocks", index_q=index_q)
-    check_caches("select_blocks", index_k_cache=index_k_cache)
+    check_index_queries("select_blocks", index_q, index_k_cache)
     check_int32("select_blocks", block_table=block_table, seq_lens=seq_lens, cu_query_lens=cu_query_lens)
     check_dtype("select_blocks", "out", out, (torch.int32,))
     check_selection("select_blocks", topk, local_blocks)

@@ -31,8 +31,13 @@ def _store(values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale
     slots, values = slots[is_stored], values[is_stored]
     if scale is not None:
         values = values.to(accumulator(values.dtype)) / scale.reshape(-1, 1)
-    if cache.dtype == torch.float8_e4m3fn:
-        limit = torch.finfo(cache.dtype).max
-        values = values.clamp(-limit, limit)
     block_size = cache.shape[1]
-    raw(cache)[slots // block_size, slots % block_size] = raw(values.to(cache.dtype))
+    raw(cache)[slots // block_size, slots % block_size] = raw(narrowed(values, cache.dtype))
+
+
+def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values in another dtype, cut to its range if it has 8 bits."""
+    if dtype == torch.float8_e4m3fn:
+        limit = torch.finfo(dtype).max
+        values = values.clamp(-limit, limit)
+    return values.to(dtype)
