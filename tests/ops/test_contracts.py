@@ -109,6 +109,7 @@ REFUSED = [
     (sparse_attend, {"out": CASE.q[1:].clone()}, r"out has shape \[16, 8, 32\], expected .* T = 17"),
     (sparse_attend, {"out": CASE.q.half()}, r"out is torch.float16, expected torch.float32"),
     (sparse_attend, {"k_cache": CASE.k_cache.to(torch.float8_e5m2)}, r"k_cache is torch.float8_e5m2"),
+    (sparse_attend, {"v_cache": CASE.v_cache.to(torch.float8_e4m3fn)}, r"v_cache torch.float8_e4m3fn"),
     (sparse_attend, {"v_scale": torch.ones(2, 1)}, r"v_scale has shape \[2, 1\]"),
     (dense_attend, {"max_seq_len": 129}, r"max_seq_len = 129 does not fit block_table \[5, 8\]"),
     (dense_attend, {"k_scale": torch.ones(3)}, r"k_scale has shape \[3\], expected \[\] or \[2\]"),

@@ -47,13 +47,14 @@ def dense_attend(
 
     Args:
         q: [T, Hq, D]; heads h * G … h * G + G − 1 share KV head h.
-        k_cache, v_cache: [P, block, Hkv, D].
+        k_cache, v_cache: [P, block, Hkv, D], both of one dtype: of floats or float8_e4m3fn.
         block_table: [B, max_blocks] int32.
         seq_lens: [B] int32. cu_query_lens: [B + 1] int32.
         scale: of the scores; None is D ** −0.5.
         max_query_len, max_seq_len: at least the batch's longest query and sequence.
         out: [T, Hq, D] of q's dtype to write to.
-        k_scale, v_scale: a scalar or [Hkv] float tensor that the caches' values are multiplied by.
+        k_scale, v_scale: a scalar or [Hkv] float tensor that the caches' values are multiplied by; None is 1. Keys'
+            scale the scores and values' the output, in float32; queries stay in q's dtype.
 
     Returns:
         [T, Hq, D] in q's dtype; 0 in padding rows. Softmax and sums are in float32 (float64 for float64 queries).
@@ -81,6 +82,8 @@ def dense_attend(
     check_floats("dense_attend", q=q)
     check_dtype("dense_attend", "out", out, (q.dtype,))
     check_caches("dense_attend", k_cache=k_cache, v_cache=v_cache)
+    if k_cache.dtype != v_cache.dtype:
+        raise ValueError(f"dense_attend: k_cache is {k_cache.dtype}, v_cache {v_cache.dtype}")
     check_int32("dense_attend", block_table=block_table, seq_lens=seq_lens, cu_query_lens=cu_query_lens)
     check_scale("dense_attend", "k_scale", k_scale, sizes["Hkv"])
     check_scale("dense_attend", "v_scale", v_scale, sizes["Hkv"])

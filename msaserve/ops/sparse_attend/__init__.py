@@ -85,14 +85,15 @@ def sparse_attend(
 
     Args:
         q: [T, Hq, D]; heads h * G … h * G + G − 1 share KV head h.
-        k_cache, v_cache: [P, block, Hkv, D].
+        k_cache, v_cache: [P, block, Hkv, D], both of one dtype: of floats or float8_e4m3fn.
         block_ids: [Hkv, T, S] int32, distinct in a row; −1 anywhere and ids beyond what the query sees are skipped.
         block_table: [B, max_blocks] int32.
         seq_lens: [B] int32. cu_query_lens: [B + 1] int32.
         scale: of the scores; None is D ** −0.5.
         max_query_len: at least the batch's longest query.
         out: [T, Hq, D] of q's dtype to write to.
-        k_scale, v_scale: a scalar or [Hkv] float tensor that the caches' values are multiplied by.
+        k_scale, v_scale: a scalar or [Hkv] float tensor that the caches' values are multiplied by; None is 1. Keys'
+            scale the scores and values' the output, in float32; queries stay in q's dtype.
 
     Returns:
         [T, Hq, D] in q's dtype; 0 where nothing is visible and in padding rows. Softmax and sums are in float32
@@ -120,6 +121,8 @@ def sparse_attend(
     check_floats("sparse_attend", q=q)
     check_dtype("sparse_attend", "out", out, (q.dtype,))
     check_caches("sparse_attend", k_cache=k_cache, v_cache=v_cache)
+    if k_cache.dtype != v_cache.dtype:
+        raise ValueError(f"sparse_attend: k_cache is {k_cache.dtype}, v_cache {v_cache.dtype}")
     check_int32(
         "sparse_attend", block_ids=block_ids, block_table=block_table, seq_lens=seq_lens, cu_query_lens=cu_query_lens
     )
