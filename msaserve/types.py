@@ -122,6 +122,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     offset, length: the span of prompt tokens that this item's features replace are the positions
         offset ≤ p < offset + length whose token id is the model's image or video token; there are N / 4 of them.
     content_hash: of the patches and the grid; salts the prefix index.
+    name: what the sender calls it, for KV events; empty: content_hash in hex.
     """
 
     modality: Modality
@@ -130,6 +131,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     length: int
     content_hash: bytes
+    name: str = ""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

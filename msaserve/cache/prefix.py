@@ -81,6 +81,9 @@ class PrefixIndex:
     def pages(self) -> list[int]:
         return list(self._digest_of)
 
+    def digests(self) -> list[bytes]:
+        return list(self._page_of)
+
     def match(self, hashes: BlockHashes, max_blocks: int) -> list[int]:
         """Pages of the longest indexed prefix of at most max_blocks blocks, which must all be full.
 
@@ -103,9 +106,11 @@ class PrefixIndex:
         self._digest_of[page] = digest
         return True
 
-    def evict(self, page: int) -> None:
-        """Forget the block a page holds. KeyError if it holds none."""
-        del self._page_of[self._digest_of.pop(page)]
+    def evict(self, page: int) -> bytes:
+        """Forget the block a page holds, and say which it was. KeyError if it holds none."""
+        digest = self._digest_of.pop(page)
+        del self._page_of[digest]
+        return digest
 
     def check_integrity(self) -> None:
         """AssertionError unless the two directions are each other's inverse."""

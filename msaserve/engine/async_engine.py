@@ -88,6 +88,8 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.info: ModelInfo = engine.info
         self._engine = engine
+        self.kv_events = engine.record_kv_events()
+        """Of the prefix cache; None if there is none."""
         self._commands: deque[Callable[[], None]] = deque()
         self._has_news = threading.Condition()
         self._is_draining = False
@@ -216,6 +218,8 @@ class AsyncEngine:
         for stream in list(self._streams.values()):
             self._abort(stream)
         self._deliver()
+        if self.kv_events is not None:
+            self.kv_events.close()
 
     def _add(self, stream: _Stream) -> None:
         request_id = stream.request.request_id

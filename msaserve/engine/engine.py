@@ -20,6 +20,7 @@ from msaserve.engine.request import Request
 from msaserve.engine.runner import Runner
 from msaserve.engine.scheduler import RequestOutput, Scheduler, SchedulerConfig
 from msaserve.errors import InvalidRequestError
+from msaserve.kv_events import KvEventLog
 from msaserve.models.loader import load_model, resolve_device, resolve_dtype
 from msaserve.models.memory_plan import cache_bytes_per_token
 from msaserve.models.minimax_m3 import MiniMaxM3
@@ -177,6 +178,15 @@ class Engine:
     def flush_prefix_cache(self) -> int:
         """Forget every cached prefix. Returns how many blocks it forgot."""
         return self.scheduler.flush_prefix_cache()
+
+    def record_kv_events(self) -> KvEventLog | None:
+        """A log of what the prefix cache gains and loses from now on; None if there is no prefix cache.
+
+        Called before the first request.
+        """
+        config = self.scheduler.config
+        self.scheduler.kv_events = KvEventLog(block_size=config.block_size) if config.enable_prefix_cache else None
+        return self.scheduler.kv_events
 
     def check_integrity(self) -> None:
         """AssertionError if a page or a request is lost. For when the engine idles: O(pages + tokens)."""

@@ -12,6 +12,7 @@ from msaserve.cache.prefix import BlockHashes, PrefixIndex
 from msaserve.engine.plan import PlanRow, StepPlan, StepResult
 from msaserve.engine.request import Request, RequestStatus
 from msaserve.errors import InvalidRequestError, OverloadedError
+from msaserve.kv_events import KvEventLog
 from msaserve.types import EngineLoad, FinishReason, Logprobs
 
 
@@ -85,7 +86,9 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, *, rng: random.Random | None = None) -> None:
         self.config = config
         self.index = PrefixIndex()
-        self.pool = BlockPool(config.num_pages, on_evict=self.index.evict, rng=rng)
+        self.pool = BlockPool(config.num_pages, on_evict=self._evict, rng=rng)
+        self.kv_events: KvEventLog | None = None
+        """Told what the prefix index gains and loses; whoever wants to know sets it before the first request."""
         self._requests: dict[str, Request] = {}
         # Both are ordered by arrival, and everything that runs arrived before everything that waits.
         self._waiting: deque[Request] = deque()
@@ -219,6 +222,8 @@ class Scheduler:
             if output.finish_reason is not None:
                 del self._requests[output.request.request_id]
         self._release_finished()
+        if self.kv_events is not None:
+            self.kv_events.publish()
         return outputs
 
     def has_work(self) -> bool:
@@ -247,6 +252,9 @@ class Scheduler:
             self.pool.drop(page)
         for request in self._running:
             request.is_indexed = False
+        if self.kv_events is not None:
+            self.kv_events.clear()
+            self.kv_events.publish()
         return len(pages)
 
     def check_integrity(self) -> None:
@@ -258,6 +266,8 @@ class Scheduler:
         counts = self.pool.ref_counts()
         assert counts == held, f"page: references {counts}, page: requests that hold it {dict(held)}"
         assert self.pool.kept_pages() == set(self.index.pages()), "pool and index disagree on what is reusable"
+        if self.kv_events is not None and self._plan is None:
+            self.kv_events.check(self.index.digests())
         alive = [r for r in (*self._running, *self._waiting) if not r.is_finished]
         assert self._requests == {r.request_id: r for r in alive}, "a request is lost"
         orders = [r.order for r in (*self._running, *self._waiting)]
@@ -425,14 +435,28 @@ class Scheduler:
                 page = request.pages[block]
                 if self.index.insert(request.hashes.digest(block), page):
                     self.pool.keep(page)
+                    if self.kv_events is not None:
+                        self.kv_events.store(
+                            digest=request.hashes.digest(block),
+                            parent=request.hashes.digest(block - 1) if block else None,
+                            token_ids=request.token_ids,
+                            block=block,
+                            media=request.media,
+                            salt=request.cache_salt,
+                        )
         request.num_indexed_blocks = num_full_blocks
 
     def _forget(self, request: Request) -> None:
         """Take a failed request's pages out of the index: whatever broke it may stand in any of them."""
         for page in request.pages:
             if page in self.index:
-                self.index.evict(page)
+                self._evict(page)
                 self.pool.drop(page)
+
+    def _evict(self, page: int) -> None:
+        digest = self.index.evict(page)
+        if self.kv_events is not None:
+            self.kv_events.remove(digest)
 
     def _free_pages(self, request: Request) -> None:
         self.pool.free(request.pages)

@@ -23,9 +23,12 @@ from smg_grpc_proto.generated import common_pb2
 
 from msaserve.config import GenerationDefaults
 from msaserve.errors import CheckpointError, EngineError, MsaserveError, OverloadedError
+from msaserve.gateway.kv_index import KvEventsUnsupportedError
+from msaserve.kv_events import CursorLostError, KvEventBatch
 from msaserve.rpc import convert, shm
 from msaserve.rpc.errors import from_status
 from msaserve.rpc.events import EventReader
+from msaserve.rpc.kv_events import batch_from_proto
 from msaserve.rpc.media import items_to_proto
 from msaserve.rpc.protocol import CHANNEL_OPTIONS, LARGE_BYTES, SERVICE, parse_address
 from msaserve.types import EngineLoad, FinishReason, GenerateRequest, ModelInfo, TokenEvent
@@ -58,14 +61,16 @@ class GrpcClient:
     """`gateway.client.EngineClient` of one worker. Made inside a running event loop.
 
     Args:
-        address: grpc://host:port.
+        address: grpc://host:port or unix:///path.
         uses_shm: send large tensors through shared memory where the worker sees it.
+        files: the checkpoint's small files by name, where they are at hand: at least config.json. None: its worker is
+            asked for them.
 
     Raises:
         InvalidRequestError: the address has another form.
     """
 
-    def __init__(self, address: str, *, uses_shm: bool = True) -> None:
+    def __init__(self, address: str, *, uses_shm: bool = True, files: dict[str, bytes] | None = None) -> None:
         self.address = address
         self._channel: Any = grpc.aio.insecure_channel(parse_address(address), options=CHANNEL_OPTIONS)
         self._stub: Any = services.VllmEngineStub(self._channel)
@@ -75,7 +80,7 @@ class GrpcClient:
         )
         self._uses_shm = uses_shm
         self._worker: Worker | None = None
-        self._files: dict[str, bytes] | None = None
+        self._files = files
         self._calls: set[Any] = set()
         self._all_ended = asyncio.Event()
         self._all_ended.set()
@@ -168,6 +173,23 @@ class GrpcClient:
         call = self._stub.GetLoads(pb.GetLoadsRequest(include=["core"]), timeout=_CALL_SECONDS)
         response = await _answer(call)
         return convert.load_from_proto(response, await call.trailing_metadata(), block_size=worker.block_size)
+
+    async def kv_events(self, after: int) -> AsyncGenerator[KvEventBatch, None]:
+        """See `gateway.kv_index.KvEventSource`."""
+        call = self._stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=after))
+        try:
+            async for message in call:
+                batch = batch_from_proto(message)
+                if batch is not None:
+                    yield batch
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise KvEventsUnsupportedError(error.details()) from error
+            if error.code() in (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.DATA_LOSS):
+                raise CursorLostError(error.details()) from error
+            raise from_status(error, has_begun=False) from error
+        finally:
+            call.cancel()
 
     async def is_ready(self) -> bool:
         if self._is_draining or self._is_closed:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from array import array
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Literal
 
 import msgspec
 
 from msaserve.errors import BusyError, EngineError, InvalidRequestError, MsaserveError, OverloadedError
 from msaserve.gateway.client import EngineClient
+from msaserve.gateway.kv_index import KvEventSource, KvIndex, PromptBlocks, follow
 from msaserve.types import EngineLoad, GenerateRequest, ModelInfo, TokenEvent
 
 _log = logging.getLogger(__name__)
@@ -25,9 +25,11 @@ Policy = Literal["prefix", "least_load", "round_robin"]
 
 HEALTH_SECONDS = 2.0
 SEGMENT_TOKENS = 256
-"""Prompts are compared in steps of this many tokens."""
+"""What a worker was sent is remembered in steps of this many tokens."""
 MAX_SEGMENTS = 200_000
 """Remembered for each worker, least recently used first forgotten."""
+_EVENT_SECONDS = 2.0
+"""Of a worker that sends KV events only what it was sent this recently is counted besides: they may be on their way."""
 _SPARE_REQUESTS = 4
 """A worker that has a request's prefix is passed by when it is half again and this much busier than the idlest."""
 _MAX_ENGINE_FAILURES = 2
@@ -50,8 +52,13 @@ class _Backend:
     num_failures: int = 0
     """In a row."""
     paused_until: float = 0.0
-    segments: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    """Digests of prompts' beginnings that it was sent."""
+    segments: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    """Digests of prompts' beginnings that it was sent, and when."""
+    blocks: KvIndex = field(init=False)
+    """What it says it holds."""
+
+    def __post_init__(self) -> None:
+        self.blocks = KvIndex(on_clear=self.segments.clear)
 
     @property
     def is_available(self) -> bool:
@@ -72,16 +79,20 @@ class _Backend:
         self.num_failures = 0
         self.paused_until = 0.0
 
-    def num_known(self, digests: Sequence[bytes]) -> int:
-        """How many of a prompt's segments it has seen, from the first on."""
-        for count, digest in enumerate(digests):
-            if digest not in self.segments:
-                return count
-        return len(digests)
+    def num_known(self, prompt: PromptBlocks) -> int:
+        """How many tokens of a prompt's beginning it holds: by what it says, or else by what it was sent."""
+        earliest = self.clock() - _EVENT_SECONDS if self.blocks.is_known else -math.inf
+        num_sent = 0
+        for digest in prompt.digests(SEGMENT_TOKENS):
+            if self.segments.get(digest, -math.inf) <= earliest:
+                break
+            num_sent += SEGMENT_TOKENS
+        return max(num_sent, self.blocks.num_tokens(prompt))
 
-    def remember(self, digests: Sequence[bytes]) -> None:
-        for digest in digests:
-            self.segments[digest] = None
+    def remember(self, prompt: PromptBlocks) -> None:
+        now = self.clock()
+        for digest in prompt.digests(SEGMENT_TOKENS):
+            self.segments[digest] = now
             self.segments.move_to_end(digest)
         while len(self.segments) > MAX_SEGMENTS:
             self.segments.popitem(last=False)
@@ -90,8 +101,9 @@ class _Backend:
 class Router:
     """`gateway.client.EngineClient` of several workers that serve the same model. Made inside a running event loop.
 
-    - policy "prefix": the worker that was sent most of the prompt's beginning before, unless it is much busier than the
-      idlest; "least_load": the idlest by the outputs in flight; "round_robin": the next in turn.
+    - policy "prefix": the worker that holds most of the prompt's beginning, by its KV events or, if it sends none, by
+      what it was sent before; of several the idlest, and none that is much busier than the idlest of all. "least_load":
+      the idlest by the outputs in flight; "round_robin": the next in turn.
     - A request that has brought nothing yet goes to another worker when its own refuses or fails. What fails later
       ends the stream, and no other stream.
     - A worker that fails gets nothing new for a while, and one that is not healthy nothing until it is.
@@ -108,9 +120,15 @@ class Router:
         assert workers
         self._backends = [_Backend(name, client, clock) for name, client in workers]
         self._policy = policy
+        self._is_prefix_affine = policy == "prefix" and len(workers) > 1
         self._turn = 0
         self._running: dict[str, _Backend] = {}
         self._health = asyncio.create_task(self._check_forever())
+        self._followers = [
+            asyncio.create_task(follow(backend.client, backend.blocks, name=backend.name))
+            for backend in self._backends
+            if self._is_prefix_affine and isinstance(backend.client, KvEventSource)
+        ]
 
     async def model_info(self) -> ModelInfo:
         """Of all workers that can be reached.
@@ -131,14 +149,14 @@ class Router:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """Raises what the last worker that was tried raised, before any event."""
-        digests = _digests(request) if self._policy == "prefix" and len(self._backends) > 1 else []
+        prompt = PromptBlocks(request) if self._is_prefix_affine else None
         tried: list[_Backend] = []
         num_engine_failures = 0
         while True:
-            backend = self._choose(digests, tried)
+            backend = self._choose(prompt, tried)
             tried.append(backend)
             try:
-                async with aclosing(self._events(backend, request, digests)) as events:
+                async with aclosing(self._events(backend, request, prompt)) as events:
                     async for event in events:
                         yield event
                 return
@@ -170,10 +188,11 @@ class Router:
         await asyncio.gather(*(b.client.drain() for b in self._backends))
 
     async def close(self) -> None:
-        self._health.cancel()
+        for task in (self._health, *self._followers):
+            task.cancel()
         await asyncio.gather(*(b.client.close() for b in self._backends))
 
-    def _choose(self, digests: Sequence[bytes], tried: Sequence[_Backend]) -> _Backend:
+    def _choose(self, prompt: PromptBlocks | None, tried: Sequence[_Backend]) -> _Backend:
         untried = [backend for backend in self._backends if backend not in tried]
         # If all seem to be down, one of them may be the first to be back.
         candidates = [backend for backend in untried if backend.is_available] or untried
@@ -183,25 +202,27 @@ class Router:
         if self._policy == "round_robin":
             return candidates[0]
         idlest = min(candidates, key=lambda backend: backend.num_active)
-        if not digests:
+        if prompt is None:
             return idlest
-        known = max(candidates, key=lambda backend: backend.num_known(digests))
-        is_too_busy = known.num_active > 1.5 * idlest.num_active + _SPARE_REQUESTS
-        return idlest if is_too_busy or not known.num_known(digests) else known
+        num_known = {backend: backend.num_known(prompt) for backend in candidates}
+        home = max(candidates, key=lambda backend: (num_known[backend], -backend.num_active))
+        is_too_busy = home.num_active > 1.5 * idlest.num_active + _SPARE_REQUESTS
+        return idlest if is_too_busy or not num_known[home] else home
 
     async def _events(
-        self, backend: _Backend, request: GenerateRequest, digests: Sequence[bytes]
+        self, backend: _Backend, request: GenerateRequest, prompt: PromptBlocks | None
     ) -> AsyncGenerator[TokenEvent, None]:
         """Raises _NothingCameError for what may be tried elsewhere."""
         backend.num_active += request.sampling.n
         self._running[request.request_id] = backend
+        if prompt is not None:
+            backend.remember(prompt)
         events = backend.client.generate(request)
         has_begun = False
         try:
             async for event in events:
                 if not has_begun:
                     has_begun = True
-                    backend.remember(digests)
                     backend.succeed()
                 yield event
         except InvalidRequestError:
@@ -238,24 +259,6 @@ class _NothingCameError(Exception):
     def __init__(self, error: OverloadedError | EngineError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def _digests(request: GenerateRequest) -> list[bytes]:
-    """Chained digests of the prompt's whole segments: equal up to where two prompts, with their media, are."""
-    token_ids = array("i", request.prompt_token_ids)
-    media = sorted(request.media, key=lambda item: item.offset)
-    digest = blake2b(request.cache_salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    digests = []
-    for start in range(0, len(token_ids) - SEGMENT_TOKENS + 1, SEGMENT_TOKENS):
-        end = start + SEGMENT_TOKENS
-        state = blake2b(digest, digest_size=16)
-        state.update(token_ids[start:end].tobytes())
-        for item in media:
-            if item.offset < end and item.offset + item.length > start:
-                state.update(item.content_hash)
-        digest = state.digest()
-        digests.append(digest)
-    return digests
 
 
 async def _close(events: AsyncIterator[TokenEvent]) -> None:

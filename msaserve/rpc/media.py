@@ -113,6 +113,7 @@ def _batch_from_proto(batch: Any, normalize: Normalize) -> list[MediaItem]:
                 offset=offset,
                 length=length,
                 content_hash=_content_hash(given_hash, grid, part),
+                name=given_hash,
             )
         )
     return items

@@ -7,19 +7,22 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from datetime import datetime, timezone
 from typing import Any
 
+import grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as services
 from smg_grpc_proto.generated import common_pb2
 
 from msaserve.engine.async_engine import AsyncEngine
 from msaserve.errors import EngineError, InvalidRequestError, MsaserveError
+from msaserve.kv_events import CursorLostError
 from msaserve.rpc import convert, shm
 from msaserve.rpc.errors import to_status
 from msaserve.rpc.events import ResponseWriter
+from msaserve.rpc.kv_events import batch_to_proto
 from msaserve.rpc.media import shm_names
 from msaserve.rpc.protocol import LARGE_BYTES
 from msaserve.types import GenerateRequest
@@ -39,7 +42,7 @@ _FLUSH_SECONDS = 0.25
 
 
 class Servicer(services.VllmEngineServicer):  # type: ignore[misc]
-    """What it does not define answers UNIMPLEMENTED: Embed, StartProfile, StopProfile, SubscribeKvEvents."""
+    """What it does not define answers UNIMPLEMENTED: Embed, StartProfile, StopProfile."""
 
     def __init__(
         self, engine: AsyncEngine, model: ServedModel, *, tokens_per_second: Callable[[], float] = lambda: 0.0
@@ -171,6 +174,38 @@ class Servicer(services.VllmEngineServicer):  # type: ignore[misc]
         except MsaserveError as error:
             return common_pb2.FlushCacheResponse(success=False, message=str(error))
         return common_pb2.FlushCacheResponse(success=True, message=f"{count} cached blocks forgotten")
+
+    async def SubscribeKvEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """The cache as it is and what happens to it, or from 1 on what came after the batch of that number.
+
+        OUT_OF_RANGE, before or while batches are sent: what should come next is not kept; ask for 0.
+        """
+        log = self._engine.kv_events
+        if log is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker caches no prefixes")
+            return
+        has_news, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(has_news.set)
+
+        with log.listening(wake):
+            number = request.start_sequence_number
+            try:
+                batches = log.after(number) if number else log.snapshot()
+                await context.send_initial_metadata(())
+                while True:
+                    for batch in batches:
+                        yield batch_to_proto(batch, block_size=log.block_size)
+                        number = batch.number
+                    if log.is_closed:
+                        return
+                    await has_news.wait()
+                    has_news.clear()
+                    batches = log.after(number)
+            except CursorLostError as error:
+                await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
 
     async def _generate_request(self, request: Any, context: Any) -> GenerateRequest:
         metadata = context.invocation_metadata()

@@ -21,6 +21,7 @@ from msaserve.engine.plan import PlanRow, RowResult, StepPlan, StepResult
 from msaserve.engine.request import Request, RequestStatus
 from msaserve.engine.scheduler import RequestOutput, Scheduler, SchedulerConfig
 from msaserve.errors import InvalidRequestError, OverloadedError
+from msaserve.kv_events import KvEventLog
 from msaserve.types import MediaItem, SamplingParams
 
 BLOCK = 3
@@ -90,6 +91,8 @@ class Play:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config, rng=random.Random(self.shuffle_seed))
+        if self.config.enable_prefix_cache:
+            self.scheduler.kv_events = KvEventLog(block_size=BLOCK)
         self.max_len = min(self.config.max_model_len, self.scheduler.pool.num_usable_pages * BLOCK)
 
     def run(self, ops: Iterable[tuple[int, int]]) -> None:

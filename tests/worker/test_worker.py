@@ -382,9 +382,6 @@ async def test_what_is_not_there_says_so() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            [e async for e in worker.stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())]
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_message_of_257_mib() -> None:
