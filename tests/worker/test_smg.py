@@ -68,6 +68,7 @@ class Front:
     worker: Worker
     http: httpx.AsyncClient
     seen: list[GenerateRequest]
+    metrics: str
 
     async def chat(self, content: Any, **fields: Any) -> httpx.Response:
         body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8}
@@ -102,7 +103,7 @@ async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front
         shutil.copy(path, files)
     (files / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     log = tmp_path_factory.mktemp("smg") / "log"
-    port = free_port()
+    port, metrics_port = free_port(), free_port()
     with pytest.MonkeyPatch.context() as patch, log.open("wb") as output:
         patch.setattr(servicer.convert, "request_from_proto", record)
         patch.setattr(servicer.Servicer, "GetModelInfo", elsewhere)
@@ -113,8 +114,8 @@ async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front
                     str(SMG),
                     "launch",
                     *("--host", "127.0.0.1", "--port", str(port)),
-                    *("--worker-urls", f"grpc://127.0.0.1:{worker.port}", "--policy", "round_robin"),
-                    *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
+                    *("--worker-urls", f"grpc://127.0.0.1:{worker.port}", "--policy", "cache_aware"),
+                    *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
                     *("--worker-startup-check-interval", "1", "--load-monitor-interval", "1"),
                     *("--multimodal-tensor-transport", "auto"),
                 ],
@@ -124,7 +125,7 @@ async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front
             try:
                 async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
                     await _until_ready(http, log)
-                    yield Front(worker, http, seen)
+                    yield Front(worker, http, seen, f"http://127.0.0.1:{metrics_port}/metrics")
             finally:
                 process.kill()  # asked politely it waits for minutes
                 process.wait()
@@ -258,6 +259,27 @@ async def test_tools_and_formats(front: Front) -> None:
     answer = (await front.chat("Hello", response_format=asked, **fields)).json()["choices"][0]
     assert json.loads(answer["message"]["content"])["a"] in ("x", "y")
     assert answer["finish_reason"] == "stop"
+
+
+async def test_it_follows_the_kv_events(front: Front) -> None:
+    """smg's index has as many blocks as the worker, also once the worker has forgotten them."""
+    assert (await front.chat("a prompt of more than one block, so that there is something to be stored")).is_success
+
+    async def num_indexed() -> float:
+        lines = (await front.http.get(front.metrics)).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("smg_kv_index_blocks"))
+
+    async def until(count: int) -> None:
+        for _ in range(50):
+            if await num_indexed() == count:
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"{await num_indexed()} blocks are indexed, not {count}")
+
+    await until(len(front.worker.engine.scheduler.index))
+    assert len(front.worker.engine.scheduler.index) > 1
+    assert (await front.http.post("/flush_cache")).json()["status"] == "success"
+    await until(0)
 
 
 async def test_refusals(front: Front) -> None:
