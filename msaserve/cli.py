@@ -17,11 +17,9 @@ import msaserve
 from msaserve.config import EngineConfig, ModelConfig
 from msaserve.errors import CheckpointError, InvalidRequestError, MsaserveError
 from msaserve.eval.command import Eval
-from msaserve.gateway.app import create_app
 from msaserve.gateway.chat import ChatTemplate
-from msaserve.gateway.command import Gateway, HttpOptions, curl
-from msaserve.gateway.media.options import MediaOptions
-from msaserve.gateway.server import run, run_loop
+from msaserve.gateway.command import Gateway
+from msaserve.serve import Serve
 from msaserve.tokenizer import Tokenizer
 from msaserve.worker.command import Worker
 
@@ -29,50 +27,6 @@ GIB = 2**30
 
 Checkpoint = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
 EngineOptions = Annotated[EngineConfig, tyro.conf.arg(name="")]
-
-
-@dataclass(frozen=True)
-class Serve:
-    """Serve a checkpoint over HTTP, as OpenAI's API."""
-
-    checkpoint: Checkpoint
-    """Directory of config.json, weights, tokenizer.json and chat template."""
-    engine: EngineOptions = field(default_factory=EngineConfig)
-    media: Annotated[MediaOptions, tyro.conf.arg(name="")] = field(default_factory=MediaOptions)
-    http: Annotated[HttpOptions, tyro.conf.arg(name="")] = field(default_factory=HttpOptions)
-
-    def run(self) -> int:
-        # What fails fast comes first: the address, the small files, then the weights.
-        listener = self.http.listen()
-        config = ModelConfig.from_checkpoint(self.checkpoint)
-        tokenizer = Tokenizer.load(self.checkpoint)
-        template = ChatTemplate.load(self.checkpoint)
-        settings = self.http.settings(self.checkpoint.resolve().name, config.generation)
-        media = self.media.pipeline(self.checkpoint)
-
-        from msaserve.engine.async_engine import AsyncEngine
-        from msaserve.engine.engine import Engine
-        from msaserve.worker.in_process import InProcessClient
-
-        engine = Engine.from_checkpoint(self.checkpoint, self.engine)
-
-        def on_ready() -> None:
-            host, port = listener.getsockname()[:2]
-            print(
-                f"msaserve: {settings.served_model_name} is ready; try\n{curl(host, port, settings, template)}",
-                flush=True,
-            )
-
-        async def run_all() -> None:
-            client = InProcessClient(AsyncEngine(engine))
-            try:
-                app = create_app(client, tokenizer, template, settings, media)
-                await run(app, listener, drain_seconds=self.http.drain_seconds, on_ready=on_ready, cut=client.close)
-            finally:
-                await client.close()
-
-        run_loop(run_all())
-        return 0
 
 
 @dataclass(frozen=True)

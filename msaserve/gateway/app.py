@@ -156,6 +156,8 @@ class Gateway:
         self._created = int(time.time())
         self.metrics = ServerMetrics(settings.served_model_name)
         self.is_draining = False
+        self.failure: str | None = None
+        """Why nothing can be served any more."""
 
     async def model_info(self) -> ModelInfo:
         if self._model_info is None:
@@ -337,7 +339,9 @@ class Gateway:
         return _json(await self._model_card())
 
     async def health(self, request: Request) -> Response:
-        """The process is alive."""
+        """The process is alive, and so is what it cannot do without."""
+        if self.failure is not None:
+            return _json({"status": self.failure}, 503)
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The one interface through which the HTTP side reaches an engine. In process now, gRPC later."""
+"""The one interface through which the HTTP side reaches engines: one worker by gRPC, or several by a router."""
 
 from __future__ import annotations
 

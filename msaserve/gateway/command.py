@@ -24,7 +24,8 @@ from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.media.options import MediaOptions
 from msaserve.gateway.router import Policy, Router
-from msaserve.gateway.server import bind, run, run_loop
+from msaserve.gateway.server import bind, run
+from msaserve.loop import run_loop
 from msaserve.observe.log import configure_logging
 from msaserve.tokenizer import Tokenizer
 
@@ -81,7 +82,7 @@ class HttpOptions:
 class Gateway:
     """Serve OpenAI's API before one worker or several (`msaserve worker`, or others that speak its protocol)."""
 
-    worker: Annotated[tuple[str, ...], tyro.conf.arg(metavar="grpc://HOST:PORT [grpc://HOST:PORT ...]")]
+    worker: Annotated[tuple[str, ...], tyro.conf.arg(metavar="grpc://HOST:PORT|unix:///PATH [...]")]
     """Workers, all of one model."""
     http: Annotated[HttpOptions, tyro.conf.arg(name="")] = field(default_factory=HttpOptions)
     media: Annotated[MediaOptions, tyro.conf.arg(name="")] = field(default_factory=MediaOptions)
@@ -125,15 +126,13 @@ class Gateway:
             if len(clients) > 1:
                 client = Router(list(zip(self.worker, clients, strict=True)), policy=self.policy)
             app = create_app(client, tokenizer, template, settings, media)
-
-            def on_ready() -> None:
-                host, port = listener.getsockname()[:2]
-                print(
-                    f"msaserve: {settings.served_model_name} is ready; try\n{curl(host, port, settings, template)}",
-                    flush=True,
-                )
-
-            await run(app, listener, drain_seconds=self.http.drain_seconds, on_ready=on_ready, cut=client.close)
+            await run(
+                app,
+                listener,
+                drain_seconds=self.http.drain_seconds,
+                on_ready=lambda: announce(listener, settings, template),
+                cut=client.close,
+            )
         finally:
             await client.close()
             for other in clients:
@@ -186,6 +185,12 @@ class Gateway:
         if len(self.worker) > 1:
             print(f"routing by {self.policy} over {len(self.worker)} workers")
         return 1 if num_failed else 0
+
+
+def announce(listener: socket.socket, settings: GatewaySettings, template: ChatTemplate | None) -> None:
+    """Say on standard output that requests are accepted."""
+    host, port = listener.getsockname()[:2]
+    print(f"msaserve: {settings.served_model_name} is ready; try\n{curl(host, port, settings, template)}", flush=True)
 
 
 def curl(host: str, port: int, settings: GatewaySettings, template: ChatTemplate | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from msaserve.errors import MsaserveError
+from msaserve.errors import EngineError, MsaserveError
 
 _KEEP_ALIVE_SECONDS = 75
 """Idle connections live longer than the pools of common clients keep them, so that none is reused as it closes."""
@@ -55,16 +55,6 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """asyncio.run on the fastest event loop that is installed."""
-    try:
-        import uvloop
-    except ImportError:  # there is none for Windows
-        asyncio.run(main)
-    else:
-        uvloop.run(main)
-
-
 async def run(
     app: Starlette,
     listener: socket.socket,
@@ -72,6 +62,7 @@ async def run(
     drain_seconds: float,
     on_ready: Callable[[], None],
     cut: Callable[[], Coroutine[Any, Any, None]],
+    failure: asyncio.Future[str] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then let requests in flight end. A second signal ends the process at once.
 
@@ -79,17 +70,27 @@ async def run(
         app: of `gateway.app.create_app`.
         on_ready: called once requests are accepted.
         cut: ends every request that still runs drain_seconds after the signal.
+        failure: why the server cannot go on, once it cannot; it then ends as after a signal.
+
+    Raises:
+        EngineError: `failure`, unless a signal came first.
     """
     server = _Server(app, drain_seconds, on_ready)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop, number)
     late = loop.create_task(_cut_late(server, drain_seconds, cut))
+    if failure is not None:
+        failure.add_done_callback(server.fail)
     try:
         await server.serve(sockets=[listener])
     finally:
         late.cancel()
         await asyncio.gather(late, return_exceptions=True)
+        if failure is not None:
+            failure.remove_done_callback(server.fail)
+    if server.failure is not None:
+        raise EngineError(server.failure)
 
 
 async def _cut_late(server: _Server, drain_seconds: float, cut: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -114,6 +115,7 @@ class _Server(uvicorn.Server):
         self._app = app
         self._on_ready = on_ready
         self.is_stopping = asyncio.Event()
+        self.failure: str | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -128,6 +130,16 @@ class _Server(uvicorn.Server):
     def stop(self, number: int) -> None:
         if self.is_stopping.is_set():
             os._exit(128 + number)
+        self._end()
+
+    def fail(self, failure: asyncio.Future[str]) -> None:
+        if self.is_stopping.is_set() or failure.cancelled():
+            return
+        self.failure = self._app.state.gateway.failure = failure.result()
+        _log.error("ending: %s", self.failure)
+        self._end()
+
+    def _end(self) -> None:
         self.is_stopping.set()
         self._app.state.gateway.is_draining = True
         self.should_exit = True

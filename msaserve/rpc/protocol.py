@@ -49,15 +49,19 @@ CHANNEL_OPTIONS: Options = (
 
 
 def parse_address(address: str) -> str:
-    """`grpc://host:port` as gRPC takes it: host:port.
+    """`grpc://host:port` or `unix:///path` as gRPC takes it: host:port, unix:/path.
 
     Raises:
         InvalidRequestError: it has another form.
     """
     scheme, separator, target = address.partition("://")
+    if scheme == "unix" and target.startswith("/"):
+        return f"unix:{target}"
     host, _, port = target.rpartition(":")
     if scheme != "grpc" or not separator or not host or not port.isascii() or not port.isdigit() or "/" in host:
-        raise InvalidRequestError(f"a worker's address is grpc://HOST:PORT, not {address!r}", param="worker")
+        raise InvalidRequestError(
+            f"a worker's address is grpc://HOST:PORT or unix:///PATH, not {address!r}", param="worker"
+        )
     if not 0 < int(port) < 65_536:
         raise InvalidRequestError(f"{address!r}: ports are 1 to 65535", param="worker")
     return target

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
+import os
 import socket
 import sys
 from dataclasses import dataclass, field
@@ -14,7 +14,9 @@ import tyro
 
 from msaserve.config import EngineConfig, ModelConfig
 from msaserve.errors import AddressError, InvalidRequestError
+from msaserve.loop import run_loop
 from msaserve.observe.log import configure_logging
+from msaserve.worker.child import MAX_SOCKET_PATH_BYTES
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Worker:
     """Directory of config.json and weights; tokenizer.json and chat template are for the gateways."""
     engine: Annotated[EngineConfig, tyro.conf.arg(name="")] = field(default_factory=EngineConfig)
     grpc: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:50051"
-    """Address to listen on; port 0 takes a free one. There is no key: whoever reaches it may use it."""
+    """Where to listen, or unix:///PATH; port 0 takes a free one. There is no key: whoever reaches it may use it."""
     served_model_name: str | None = None
     """What clients call the model. Default: the directory's name."""
     drain_seconds: int = 60
@@ -33,37 +35,49 @@ class Worker:
 
     def run(self) -> int:
         configure_logging(access_log=False)
-        host, _, port = self.grpc.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
-            raise InvalidRequestError(f"--grpc takes HOST:PORT, not {self.grpc!r}", param="grpc")
-        if not _is_loopback(host.strip("[]")):
-            print(f"msaserve: warning: whoever reaches {self.grpc} may use the worker", file=sys.stderr)
+        address = self._address()
         # What fails fast comes first: the address, the small files, then the weights.
-        _check_free(host.strip("[]"), int(port))
         ModelConfig.from_checkpoint(self.checkpoint)
 
         from msaserve.engine.async_engine import AsyncEngine
         from msaserve.engine.engine import Engine
         from msaserve.worker.served import ServedModel
-        from msaserve.worker.server import run
+        from msaserve.worker.server import run, stop_on_signals
 
         engine = Engine.from_checkpoint(self.checkpoint, self.engine)
         model = ServedModel.of(engine, name=self.served_model_name)
 
-        def on_ready(bound: int) -> None:
-            address = f"grpc://{host}:{bound}"
-            print(f"msaserve: {model.name} is ready; try\n  msaserve gateway --worker {address}", flush=True)
+        def on_ready(port: int) -> None:
+            reached = self.grpc if address.startswith("unix:") else f"grpc://{address.rpartition(':')[0]}:{port}"
+            print(f"msaserve: {model.name} is ready; try\n  msaserve gateway --worker {reached}", flush=True)
 
         async def run_all() -> None:
-            await run(AsyncEngine(engine), model, f"{host}:{port}", drain_seconds=self.drain_seconds, on_ready=on_ready)
+            stop = stop_on_signals()
+            await run(
+                AsyncEngine(engine), model, address, stop=stop, drain_seconds=self.drain_seconds, on_ready=on_ready
+            )
 
-        try:
-            import uvloop
-        except ImportError:  # there is none for Windows
-            asyncio.run(run_all())
-        else:
-            uvloop.run(run_all())
+        run_loop(run_all())
         return 0
+
+    def _address(self) -> str:
+        """As gRPC takes it. Raises InvalidRequestError or AddressError."""
+        if self.grpc.startswith("unix:///"):
+            path = Path(self.grpc.removeprefix("unix://"))
+            if not path.parent.is_dir() or len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+                raise AddressError(f"cannot listen on {path}: no such directory, or the path is too long")
+            return f"unix:{path}"
+        host, _, port = self.grpc.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
+            raise InvalidRequestError(f"--grpc takes HOST:PORT or unix:///PATH, not {self.grpc!r}", param="grpc")
+        if not _is_loopback(_host(self.grpc)):
+            print(f"msaserve: warning: whoever reaches {self.grpc} may use the worker", file=sys.stderr)
+        _check_free(_host(self.grpc), int(port))
+        return self.grpc
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
 
 
 def _check_free(host: str, port: int) -> None:

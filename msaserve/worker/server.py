@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2_grpc as services
 
 from msaserve.engine.async_engine import AsyncEngine
-from msaserve.errors import AddressError
+from msaserve.errors import AddressError, EngineError
 from msaserve.rpc.protocol import SERVER_OPTIONS, SERVICE
 from msaserve.worker.served import ServedModel
 from msaserve.worker.servicer import Servicer
@@ -41,9 +41,12 @@ class WorkerServer:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._observer: asyncio.Task[None] | None = None
+        self._is_draining = False
+        self.engine_stopped = asyncio.Event()
+        """Set once the engine has ended without having been asked to."""
 
     async def start(self, address: str) -> int:
-        """Listen on "host:port" (port 0 takes a free one) and answer. Returns the port.
+        """Listen on "host:port" (port 0 takes a free one) or "unix:/path" and answer. Returns the port.
 
         Raises:
             AddressError: the port is in use, or the address is not this machine's.
@@ -59,6 +62,7 @@ class WorkerServer:
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, say so to health checks, and wait for those in flight, no longer than `seconds`."""
+        self._is_draining = True
         drained = asyncio.create_task(self._engine.drain())
         await asyncio.sleep(0)  # let it begin: from here on the engine refuses
         await self._health.enter_graceful_shutdown()
@@ -81,7 +85,10 @@ class WorkerServer:
         load = await self._engine.load()
         self._counts.append((time.monotonic(), load.num_output_tokens))
         status = health_pb2.HealthCheckResponse
-        state = status.SERVING if await self._engine.is_ready() else status.NOT_SERVING
+        is_ready = await self._engine.is_ready()
+        if not is_ready and not self._is_draining:
+            self.engine_stopped.set()
+        state = status.SERVING if is_ready else status.NOT_SERVING
         for service in ("", SERVICE):
             await self._health.set(service, state)
 
@@ -95,17 +102,34 @@ async def run(
     model: ServedModel,
     address: str,
     *,
+    stop: asyncio.Event,
     drain_seconds: float,
-    on_ready: Callable[[int], None] | None = None,
+    on_ready: Callable[[int], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then let requests in flight end for drain_seconds. A second signal exits at once.
+    """Serve until `stop` is set, then let requests in flight end for drain_seconds.
 
     on_ready: called with the port once requests are accepted.
 
     Raises:
         AddressError: see WorkerServer.start.
+        EngineError: the engine has stopped by itself; every stream was told.
     """
-    loop = asyncio.get_running_loop()
+    server = WorkerServer(engine, model)
+    try:
+        on_ready(await server.start(address))
+        ends = [asyncio.create_task(event.wait()) for event in (stop, server.engine_stopped)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if server.engine_stopped.is_set():
+            raise EngineError("the engine has stopped")
+        await server.drain(drain_seconds)
+    finally:
+        await server.close()
+
+
+def stop_on_signals() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT. A second signal exits at once. Called inside a running event loop."""
     asked_to_stop = asyncio.Event()
 
     def stop(number: int) -> None:
@@ -113,17 +137,6 @@ async def run(
             os._exit(128 + number)
         asked_to_stop.set()
 
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, stop, number)
-    server = WorkerServer(engine, model)
-    try:
-        port = await server.start(address)
-        if on_ready is not None:
-            on_ready(port)
-        await asked_to_stop.wait()
-        await server.drain(drain_seconds)
-    finally:
-        await server.close()
-        for number in signals:
-            loop.remove_signal_handler(number)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    return asked_to_stop

@@ -10,13 +10,13 @@ from contextlib import aclosing
 
 import pytest
 from driver import greedy_prompt, greedy_tokens, make_engine, random_prompt, request, run
+from in_process import InProcessClient
 
 from msaserve.engine.async_engine import AsyncEngine
 from msaserve.engine.plan import StepPlan, StepResult
 from msaserve.errors import EngineError, InvalidRequestError, OverloadedError
 from msaserve.gateway.client import EngineClient
 from msaserve.types import GenerateRequest, TokenEvent
-from msaserve.worker.in_process import InProcessClient
 
 
 class Harness:

@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 from fake_engine import EOS, TINY, FakeClient, serve
+from in_process import InProcessClient
 
 from msaserve.config import EngineConfig
 from msaserve.engine.async_engine import AsyncEngine
@@ -25,7 +26,6 @@ from msaserve.gateway.tool_grammar import ToolGrammar
 from msaserve.gateway.tools import tool_use
 from msaserve.tokenizer import Tokenizer
 from msaserve.types import Constraint
-from msaserve.worker.in_process import InProcessClient
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]

@@ -17,6 +17,7 @@ import msgspec
 import openai
 import pytest
 from fake_engine import TINY, FakeClient, serve
+from in_process import InProcessClient
 from PIL import Image
 from test_chat_tools import NS, TEMPLATE, TWO_CALLS, call
 
@@ -30,7 +31,6 @@ from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.media.pipeline import MediaPipeline
 from msaserve.gateway.media.spec import find_spec
 from msaserve.tokenizer import Tokenizer
-from msaserve.worker.in_process import InProcessClient
 
 WEATHER: Any = {
     "name": "weather",

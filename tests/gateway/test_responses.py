@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from fake_engine import TINY, FakeClient, serve
+from in_process import InProcessClient
 from test_app import wait_for
 from test_chat_tools import NS, TEMPLATE, TWO_CALLS, call
 
@@ -23,7 +24,6 @@ from msaserve.errors import InvalidRequestError, OverloadedError
 from msaserve.gateway.apis.responses import ResponsesRequest, chat_of
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.tokenizer import Tokenizer
-from msaserve.worker.in_process import InProcessClient
 
 WEATHER: Any = {
     "type": "function",

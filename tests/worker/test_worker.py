@@ -14,6 +14,7 @@ import grpc
 import msgspec
 import numpy as np
 import pytest
+from in_process import InProcessClient
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 from worker_driver import (
@@ -37,7 +38,6 @@ from msaserve.rpc import shm
 from msaserve.rpc.media import items_to_proto, segment_rows
 from msaserve.tokenizer import Tokenizer
 from msaserve.types import Constraint, MediaItem
-from msaserve.worker.in_process import InProcessClient
 
 
 def media_prompt() -> tuple[list[int], tuple[MediaItem, ...]]:

@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 from fake_engine import FakeClient, serve
+from in_process import InProcessClient
 from samples import TINY, clip, data_url, picture
 from test_image import png_header
 from test_video import audio_only
@@ -26,7 +27,6 @@ from msaserve.gateway.media.prepare import prepare
 from msaserve.gateway.media.spec import Hints, find_spec, normalize
 from msaserve.gateway.media.specs.minimax_m3 import MiniMaxM3Spec
 from msaserve.tokenizer import Tokenizer
-from msaserve.worker.in_process import InProcessClient
 
 PNG, MP4 = picture(60, 90), clip(25)
 START, END = "]<]start of image[>[", "]<]end of image[>["

@@ -1,4 +1,4 @@
-"""The engine in the HTTP side's own process, behind the same interface as one reached by gRPC."""
+"""An engine of this process behind the interface of one that is reached by gRPC: for tests of one side alone."""
 
 from __future__ import annotations
 

@@ -1,0 +1,60 @@
+"""`msaserve serve`: a gateway, and one worker in a process of its own. Loads no torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from msaserve.config import EngineConfig, ModelConfig
+from msaserve.gateway.app import create_app
+from msaserve.gateway.chat import ChatTemplate
+from msaserve.gateway.command import HttpOptions, announce
+from msaserve.gateway.grpc_client import GrpcClient
+from msaserve.gateway.media.options import MediaOptions
+from msaserve.gateway.server import run
+from msaserve.loop import run_loop
+from msaserve.tokenizer import Tokenizer
+from msaserve.worker.process import WorkerProcess
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Serve a checkpoint over HTTP, as OpenAI's API: a gateway in this process, and a worker in another."""
+
+    checkpoint: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
+    """Directory of config.json, weights, tokenizer.json and chat template."""
+    engine: Annotated[EngineConfig, tyro.conf.arg(name="")] = field(default_factory=EngineConfig)
+    media: Annotated[MediaOptions, tyro.conf.arg(name="")] = field(default_factory=MediaOptions)
+    http: Annotated[HttpOptions, tyro.conf.arg(name="")] = field(default_factory=HttpOptions)
+
+    def run(self) -> int:
+        # What fails fast comes first: the address, the configuration, the small files, then the weights.
+        listener = self.http.listen()
+        config = ModelConfig.from_checkpoint(self.checkpoint)
+        name = self.http.served_model_name or self.checkpoint.resolve().name
+        with WorkerProcess(self.checkpoint, self.engine, name) as worker:
+            # All that blocks stands outside the event loop, which would put a Ctrl-C off.
+            tokenizer, template = Tokenizer.load(self.checkpoint), ChatTemplate.load(self.checkpoint)
+            settings = self.http.settings(name, config.generation)
+            media = self.media.pipeline(self.checkpoint)
+            address = worker.wait_ready()
+
+            async def serve() -> None:
+                client = GrpcClient(address, files={"config.json": (self.checkpoint / "config.json").read_bytes()})
+                try:
+                    await run(
+                        create_app(client, tokenizer, template, settings, media),
+                        listener,
+                        drain_seconds=self.http.drain_seconds,
+                        on_ready=lambda: announce(listener, settings, template),
+                        cut=client.close,
+                        failure=worker.death(),
+                    )
+                finally:
+                    await client.close()
+
+            run_loop(serve())
+        return 0

@@ -1,0 +1,126 @@
+"""A worker that belongs to another process, `msaserve serve`, and never outlives it. Run as `python -m`.
+
+Standard input brings what to serve, one line of JSON, and then stays open: when it ends, however the other process
+ended, so does this one. Standard output says one line: the address, or why there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+import msgspec
+
+from msaserve.config import EngineConfig
+from msaserve.errors import MsaserveError
+from msaserve.loop import run_loop
+from msaserve.observe.log import configure_logging
+
+MAX_SOCKET_PATH_BYTES = 100
+"""The kernel's bound is 108 with the terminator."""
+_END_SECONDS = 5.0
+"""What is left of requests, and of a step that runs, gets no longer than this once the other process is gone."""
+
+
+class Task(msgspec.Struct):
+    """What to serve."""
+
+    checkpoint: str
+    engine: dict[str, Any]
+    """Fields of EngineConfig."""
+    name: str
+
+
+class Answer(msgspec.Struct, omit_defaults=True):
+    """What became of it."""
+
+    address: str = ""
+    """unix:///…, in a directory of its own that only this user can enter."""
+    error: str = ""
+    kind: str = ""
+    """The class of the error, in msaserve.errors."""
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may come to all processes; who started this one decides
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    configure_logging(access_log=False)
+    lifeline = sys.stdin.buffer
+    try:
+        task = msgspec.json.decode(lifeline.readline(), type=Task)
+    except msgspec.DecodeError:
+        return 1  # the other process has gone already
+    try:
+        _serve(task, lifeline, answers)
+    except MsaserveError as error:
+        _say(answers, Answer(error=str(error), kind=type(error).__name__))
+        return 1
+    return 0
+
+
+def _serve(task: Task, lifeline: BinaryIO, answers: TextIO) -> None:
+    """Raises what loading raises, and EngineError when the engine stops by itself."""
+    on_end: list[Callable[[], object]] = []
+
+    def watch() -> None:
+        while lifeline.read(1024):
+            pass
+        for end in on_end:
+            end()
+            time.sleep(_END_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="msaserve-lifeline", daemon=True).start()
+
+    from msaserve.engine.async_engine import AsyncEngine
+    from msaserve.engine.engine import Engine
+    from msaserve.worker.served import ServedModel
+    from msaserve.worker.server import run
+
+    engine = Engine.from_checkpoint(Path(task.checkpoint), EngineConfig(**task.engine))
+    model = ServedModel.of(engine, name=task.name)
+    directory = _private_directory()
+
+    async def run_all() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        on_end.append(lambda: loop.call_soon_threadsafe(stop.set))
+
+        def on_ready(_: int) -> None:
+            _say(answers, Answer(address=f"unix://{directory}/worker.sock"))
+
+        address = f"unix:{directory}/worker.sock"
+        await run(AsyncEngine(engine), model, address, stop=stop, drain_seconds=0, on_ready=on_ready)
+
+    try:
+        run_loop(run_all())
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _private_directory() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="msaserve-"))
+    if len(os.fsencode(directory)) <= MAX_SOCKET_PATH_BYTES - len("/worker.sock"):
+        return directory
+    directory.rmdir()
+    return Path(tempfile.mkdtemp(prefix="msaserve-", dir="/tmp"))
+
+
+def _say(answers: TextIO, answer: Answer) -> None:
+    with suppress(BrokenPipeError):  # nobody listens any more; the lifeline says so too
+        answers.write(msgspec.json.encode(answer).decode() + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
