@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 import torch
 
-Layout = Literal["token_major", "vllm", "far"]
+from msaserve.ops.ragged import query_rows
+
+Layout = Literal["token_major", "vllm", "far", "sliced", "odd"]
 IndexValues = Literal["normal", "integers", "equal", "special"]
-Selection = Literal["random", "equal", "holes", "out_of_range"]
+Selection = Literal["random", "equal", "holes", "out_of_range", "neighbours"]
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """The relative error allowed between an implementation and a float64 oracle over the same inputs."""
@@ -28,9 +30,12 @@ class CaseSpec:
     requests: (query_len, seq_len) of each; seq_len 0 is a padding request, whatever its query_len.
     tail_rows: rows of queries after the last request's.
     layout: of the K and V caches. "token_major" is contiguous [P, block, Hkv, D]; "vllm" is two views of one
-        [P, Hkv, block, 2D]; "far" has FAR_PAGE_STRIDE between pages, of the index cache too.
+        [P, Hkv, block, 2D]; "far" has FAR_PAGE_STRIDE between pages, of the index cache too. In "sliced" every cache
+        and the queries are parts of wider allocations, rows on 16 bytes; in "odd" no row is aligned.
     index_values: "integers" are small, so that scores are exact in any dtype and order and often equal; "equal"
         makes all scores equal; "special" plants infinite and NaN keys among integers.
+    pool_pages: if not 0, a request's blocks but the last share that many pages, so that a long context needs little
+        memory; nothing can be stored then. spare_pages: of no request, shuffled among the others.
     """
 
     name: str
@@ -45,6 +50,8 @@ class CaseSpec:
     tail_rows: int = 0
     layout: Layout = "token_major"
     index_values: IndexValues = "integers"
+    pool_pages: int = 0
+    spare_pages: int = 3
 
     @property
     def max_query_len(self) -> int:
@@ -162,6 +169,9 @@ def build(
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
+    def laid_out(queries: torch.Tensor) -> torch.Tensor:
+        return _pad(queries, spec.layout) if spec.layout in PADDING else queries
+
     page_shape = (num_pages, spec.block_size)
     kv_shape = (*page_shape, spec.num_kv_heads, spec.head_dim)
     k_pages, v_pages = randn(*kv_shape).to(cache_dtype), randn(*kv_shape).to(cache_dtype)
@@ -174,10 +184,10 @@ def build(
     k_cache, v_cache, index_k_cache = _lay_out(spec.layout, k_pages, v_pages, index_pages, is_held)
     return Case(
         spec=spec,
-        q=randn(num_rows, spec.num_kv_heads * spec.group, spec.head_dim),
+        q=laid_out(randn(num_rows, spec.num_kv_heads * spec.group, spec.head_dim)),
         k=k,
         v=v,
-        index_q=index_q.to(dtype),
+        index_q=laid_out(index_q.to(dtype)),
         index_k=index_k,
         k_cache=k_cache,
         v_cache=v_cache,
@@ -193,15 +203,21 @@ def build(
 def _pages(spec: CaseSpec, seq_lens: torch.Tensor, block_size: int, seed: int) -> tuple[torch.Tensor, int]:
     """(block_table [B, max_blocks], number of pages): shuffled, some of no request, 0 beyond a request's last."""
     num_blocks = (seq_lens + block_size - 1) // block_size
-    # The far layout pays address space for each page.
-    num_spare = 0 if spec.layout == "far" else 3
-    num_pages = 1 + int(num_blocks.sum()) + num_spare
-    free = (torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
     width = int(num_blocks.max()) + 2 if len(seq_lens) else 0
     block_table = torch.zeros((len(seq_lens), width), dtype=torch.int64)
+    num_used = 0
     for request, count in enumerate(num_blocks.tolist()):
-        block_table[request, :count] = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int64)
-    return block_table, num_pages
+        pages = torch.arange(count)
+        if spec.pool_pages and count:
+            pages %= spec.pool_pages
+            # Of its own: the slots that it leaves are NaN.
+            pages[-1] = min(count - 1, spec.pool_pages)
+        block_table[request, :count] = 1 + num_used + pages
+        num_used += int(pages.max()) + 1 if count else 0
+    # The far layout pays address space for each page.
+    num_pages = 1 + num_used + (0 if spec.layout == "far" else spec.spare_pages)
+    shuffled = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
+    return torch.cat([torch.zeros(1, dtype=torch.int64), shuffled])[block_table], num_pages
 
 
 def _slots(
@@ -257,12 +273,26 @@ def _lay_out(
         both = torch.cat(pages[:2], dim=-1).transpose(1, 2).contiguous().transpose(1, 2)
         dim = k_pages.shape[-1]
         return both[..., :dim], both[..., dim:], pages[2]
+    if layout in PADDING:
+        return _pad(pages[0], layout), _pad(pages[1], layout), _pad(pages[2], layout)
     far = []
     for plane in pages:
         size = (plane.shape[0] - 1) * FAR_PAGE_STRIDE + plane[0].numel()
         storage = torch.empty(size, dtype=plane.dtype, device=plane.device)
         far.append(storage.as_strided(plane.shape, (FAR_PAGE_STRIDE, *plane.stride()[1:])).copy_(plane))
     return far[0], far[1], far[2]
+
+
+PADDING = {"sliced": 8, "odd": 3}
+"""Elements between the rows of these layouts."""
+
+
+def _pad(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A copy whose dimensions are all parts of larger ones, the last one contiguous; what lies between is NaN."""
+    outer = rows.shape[0] + 1, *(size + 1 for size in rows.shape[1:-1]), rows.shape[-1] + PADDING[layout]
+    wide = torch.full(outer, torch.nan, dtype=torch.float32, device=rows.device).to(rows.dtype)
+    inner = wide[tuple(slice(size) for size in rows.shape)]
+    return inner.copy_(rows)
 
 
 def _poison(pages: torch.Tensor, is_held: torch.Tensor) -> torch.Tensor:
@@ -275,29 +305,37 @@ def _poison(pages: torch.Tensor, is_held: torch.Tensor) -> torch.Tensor:
 def select(case: Case, kind: Selection = "random") -> torch.Tensor:
     """block_ids [Hkv, T, S] of a case, made without scores; the own block is always among them.
 
-    "random": each query's own choice; "equal": all queries prefer the same low blocks; "holes": random with −1
-    among valid ids; "out_of_range": random with ids beyond the request's blocks and beyond block_table.
+    "random": each query's own choice, in any order; "equal": all queries prefer the same low blocks; "holes": random
+    with −1 among valid ids; "out_of_range": random with ids beyond the request's blocks and beyond block_table;
+    "neighbours": most of it common to runs of 32 queries.
     """
-    spec = case.spec
-    num_rows, max_blocks = case.q.shape[0], case.block_table.shape[1]
-    block_ids = torch.full((spec.num_kv_heads, num_rows, spec.topk), -1, dtype=torch.int32)
+    spec, max_blocks = case.spec, case.block_table.shape[1]
+    num_heads, num_rows, topk = spec.num_kv_heads, case.q.shape[0], spec.topk
+    if max_blocks == 0:
+        return torch.full((num_heads, num_rows, topk), -1, dtype=torch.int32, device=case.q.device)
     generator = torch.Generator().manual_seed(1)
-    row = 0
-    for query_len, seq_len in spec.requests:
-        for token in range(query_len):
-            own = (seq_len - query_len + token) // spec.block_size
-            for head in range(spec.num_kv_heads if seq_len else 0):
-                before = torch.arange(own) if kind == "equal" else torch.randperm(own, generator=generator)
-                ids = torch.cat([torch.tensor([own]), before])[: spec.topk].tolist()
-                if kind == "holes":
-                    # Every other place, so a block may lose its place but never the own one.
-                    ids = [ids[place // 2] if place % 2 else -1 for place in range(min(2 * len(ids), spec.topk))]
-                    ids = ids if spec.topk > 1 else [own]
-                if kind == "out_of_range":
-                    ids = [*ids, own + 1, max_blocks, max_blocks + 7, 1 << 20][: spec.topk]
-                block_ids[head, row + token, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        row += query_len
-    return block_ids.to(case.q.device)
+    own = query_rows(case.seq_lens.cpu(), case.cu_query_lens.cpu(), num_rows).positions // spec.block_size
+    own = own[None, :, None]
+    others = torch.arange(topk - 1).expand(num_heads, num_rows, -1)
+    if kind != "equal":
+        # One of each stretch of the blocks before the own one: distinct, and all of them if they are few.
+        edges = own.clamp(min=topk - 1) * torch.arange(topk) // max(1, topk - 1)
+        part = torch.rand((num_heads, num_rows, topk - 1), generator=generator)
+        if kind == "neighbours":
+            part[torch.rand(part.shape, generator=generator) < 0.9] = 0.5
+        others = edges[..., :-1] + (part * edges.diff(dim=-1)).long()
+    others = others.masked_fill(others >= own, -1)
+    block_ids = torch.cat([own.expand(num_heads, -1, 1), others], dim=-1)
+    if kind == "holes" and topk > 1:
+        block_ids[..., 2::2] = -1
+    if kind == "out_of_range":
+        beyond = torch.tensor([max_blocks, max_blocks + 7, 1 << 20])[: topk - 1]
+        block_ids[..., topk - len(beyond) :] = beyond
+        if topk > 4:
+            block_ids[..., -4] = own[..., 0] + 1
+    if kind not in ("equal", "neighbours"):
+        block_ids = block_ids.gather(-1, torch.rand(block_ids.shape, generator=generator).argsort(-1))
+    return block_ids.masked_fill(own < 0, -1).int().to(case.q.device)
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
