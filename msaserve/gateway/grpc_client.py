@@ -17,8 +17,6 @@ from typing import Any
 import grpc
 import numpy as np
 from msgspec.structs import replace
-from smg_grpc_proto import vllm_engine_pb2 as pb
-from smg_grpc_proto import vllm_engine_pb2_grpc as services
 from smg_grpc_proto.generated import common_pb2
 
 from msaserve.config import GenerationDefaults
@@ -26,11 +24,11 @@ from msaserve.errors import CheckpointError, EngineError, MsaserveError, Overloa
 from msaserve.gateway.kv_index import KvEventsUnsupportedError
 from msaserve.kv_events import CursorLostError, KvEventBatch
 from msaserve.rpc import convert, shm
+from msaserve.rpc.dialects import DIALECTS, Dialect
 from msaserve.rpc.errors import from_status
 from msaserve.rpc.events import EventReader
 from msaserve.rpc.kv_events import batch_from_proto
-from msaserve.rpc.media import items_to_proto
-from msaserve.rpc.protocol import CHANNEL_OPTIONS, LARGE_BYTES, SERVICE, parse_address
+from msaserve.rpc.protocol import CHANNEL_OPTIONS, LARGE_BYTES, parse_address
 from msaserve.types import EngineLoad, FinishReason, GenerateRequest, ModelInfo, TokenEvent
 
 _CALL_SECONDS = 10.0
@@ -55,6 +53,19 @@ class Worker:
     """Of patches that are normalised here, because it takes no pixels."""
     shares_memory: bool
     """It sees this process's shared memory."""
+    protocol: str
+
+
+class _Spoken:
+    """A connection in one of its protocols."""
+
+    def __init__(self, channel: Any, dialect: Dialect) -> None:
+        self.dialect = dialect
+        self.stub = dialect.stub(channel)
+        # Bytes in: large messages are made and serialised in a thread, not on the event loop.
+        self.generate: Any = channel.unary_stream(
+            f"/{dialect.service}/Generate", response_deserializer=dialect.messages.GenerateResponse.FromString
+        )
 
 
 class GrpcClient:
@@ -73,11 +84,7 @@ class GrpcClient:
     def __init__(self, address: str, *, uses_shm: bool = True, files: dict[str, bytes] | None = None) -> None:
         self.address = address
         self._channel: Any = grpc.aio.insecure_channel(parse_address(address), options=CHANNEL_OPTIONS)
-        self._stub: Any = services.VllmEngineStub(self._channel)
-        # Bytes in: large messages are made and serialised in a thread, not on the event loop.
-        self._generate: Any = self._channel.unary_stream(
-            f"/{SERVICE}/Generate", response_deserializer=pb.GenerateResponse.FromString
-        )
+        self._spoken: _Spoken | None = None
         self._uses_shm = uses_shm
         self._worker: Worker | None = None
         self._files = files
@@ -96,18 +103,44 @@ class GrpcClient:
             EngineError: it fails to answer.
         """
         if self._worker is None:
-            model = await _answer(self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=_CALL_SECONDS))
-            server = await _answer(self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=_CALL_SECONDS))
+            spoken = await self._dialect()
+            messages, stub = spoken.dialect.messages, spoken.stub
+            model = await _answer(stub.GetModelInfo(messages.GetModelInfoRequest(), timeout=_CALL_SECONDS))
+            server = await _answer(stub.GetServerInfo(messages.GetServerInfoRequest(), timeout=_CALL_SECONDS))
+            facts = spoken.dialect.facts(model, server)
             token_ids = _media_token_ids(await self.files()) if model.supports_vision else {}
             self._worker = Worker(
-                info=convert.info_from_proto(model, token_ids, takes_pixels=server.mm_device_do_normalize),
+                info=convert.info_from_proto(model, token_ids, takes_pixels=facts.takes_pixels),
                 served_model_name=model.served_model_name,
                 defaults=_defaults(model.default_sampling_params_json, tuple(model.eos_token_ids)),
-                block_size=server.block_size,
-                encoder_dtype="bfloat16" if server.multimodal_encoder_dtype == "bfloat16" else "float32",
-                shares_memory=self._uses_shm and server.shm_namespace_id == shm.namespace_id() != "",
+                block_size=facts.block_size,
+                encoder_dtype=facts.encoder_dtype,
+                shares_memory=self._uses_shm and facts.shm_namespace == shm.namespace_id() != "",
+                protocol=spoken.dialect.name,
             )
         return self._worker
+
+    async def _dialect(self) -> _Spoken:
+        """The first protocol that the worker answers in. Asked once a connection.
+
+        Raises:
+            OverloadedError: it cannot be reached.
+            EngineError: it speaks none that is known here, or fails to answer.
+        """
+        for dialect in DIALECTS if self._spoken is None else ():
+            spoken = _Spoken(self._channel, dialect)
+            try:
+                await spoken.stub.HealthCheck(dialect.messages.HealthCheckRequest(), timeout=_HEALTH_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    continue
+                raise from_status(error, has_begun=False) from error
+            self._spoken = spoken
+            break
+        if self._spoken is None:
+            known = " or ".join(dialect.service for dialect in DIALECTS)
+            raise EngineError(f"{self.address} does not speak {known}")
+        return self._spoken
 
     async def model_info(self) -> ModelInfo:
         return (await self.worker()).info
@@ -121,7 +154,7 @@ class GrpcClient:
         """
         if self._files is None:
             chunks, digest = [], ""
-            call = self._stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=_FILES_SECONDS)
+            call = (await self._dialect()).stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=_FILES_SECONDS)
             try:
                 async for chunk in call:
                     chunks.append(chunk.data)
@@ -158,25 +191,29 @@ class GrpcClient:
         metadata = convert.request_metadata(request)
         names: list[str] = []
         try:
-            data = await self._message(request, worker, names)
-            async for event in self._events(data, metadata, reader):
+            spoken = await self._dialect()
+            data = await self._message(request, spoken.dialect, worker, names)
+            async for event in self._events(spoken.generate(data, metadata=metadata), reader):
                 yield event
         finally:
             _remove(names)  # whatever the worker has not taken
 
     async def abort(self, request_id: str) -> None:
-        await _answer(self._stub.Abort(pb.AbortRequest(request_ids=[request_id]), timeout=_CALL_SECONDS))
+        spoken = await self._dialect()
+        await _answer(spoken.stub.Abort(spoken.dialect.abort(request_id), timeout=_CALL_SECONDS))
 
     async def load(self) -> EngineLoad:
         """Raises OverloadedError or EngineError if the worker does not say."""
         worker = await self.worker()
-        call = self._stub.GetLoads(pb.GetLoadsRequest(include=["core"]), timeout=_CALL_SECONDS)
+        spoken = await self._dialect()
+        call = spoken.stub.GetLoads(spoken.dialect.messages.GetLoadsRequest(include=["core"]), timeout=_CALL_SECONDS)
         response = await _answer(call)
         return convert.load_from_proto(response, await call.trailing_metadata(), block_size=worker.block_size)
 
     async def kv_events(self, after: int) -> AsyncGenerator[KvEventBatch, None]:
         """See `gateway.kv_index.KvEventSource`."""
-        call = self._stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=after))
+        stub = (await self._dialect()).stub
+        call = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=after))
         try:
             async for message in call:
                 batch = batch_from_proto(message)
@@ -195,7 +232,9 @@ class GrpcClient:
         if self._is_draining or self._is_closed:
             return False
         try:
-            answer = await _answer(self._stub.HealthCheck(pb.HealthCheckRequest(), timeout=_HEALTH_SECONDS))
+            spoken = await self._dialect()
+            asked = spoken.dialect.messages.HealthCheckRequest()
+            answer = await _answer(spoken.stub.HealthCheck(asked, timeout=_HEALTH_SECONDS))
         except MsaserveError:
             return False
         return bool(answer.healthy)
@@ -219,9 +258,9 @@ class GrpcClient:
             state = self._channel.get_state()
             await self._channel.wait_for_state_change(state)
             if state is grpc.ChannelConnectivity.READY:
-                self._worker = None
+                self._worker = self._spoken = None
 
-    async def _message(self, request: GenerateRequest, worker: Worker, names: list[str]) -> bytes:
+    async def _message(self, request: GenerateRequest, dialect: Dialect, worker: Worker, names: list[str]) -> bytes:
         """names: gets the shared memory that was written."""
 
         def store(array: np.ndarray) -> Any:
@@ -234,10 +273,8 @@ class GrpcClient:
             return None
 
         def build() -> bytes:
-            message = convert.request_to_proto(replace(request, sampling=replace(request.sampling, stop=())))
-            items_to_proto(
-                message,
-                request.media,
+            message = dialect.request_to_proto(
+                replace(request, sampling=replace(request.sampling, stop=())),
                 token_ids={"image": worker.info.image_token_id, "video": worker.info.video_token_id},
                 dtype=worker.encoder_dtype,
                 store=store,
@@ -255,8 +292,7 @@ class GrpcClient:
             building.add_done_callback(lambda _: _remove(names))
             raise
 
-    async def _events(self, data: bytes, metadata: Any, reader: EventReader) -> AsyncGenerator[TokenEvent, None]:
-        call = self._generate(data, metadata=metadata)
+    async def _events(self, call: Any, reader: EventReader) -> AsyncGenerator[TokenEvent, None]:
         self._calls.add(call)
         self._all_ended.clear()
         has_begun = False

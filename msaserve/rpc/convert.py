@@ -61,7 +61,7 @@ def sampling_to_proto(sampling: SamplingParams) -> Any:
         InvalidRequestError: a value that no field can hold.
     """
     top_k, min_tokens, max_tokens = sampling.top_k, sampling.min_tokens, sampling.max_tokens
-    with _Representable():
+    with Representable():
         message = pb.SamplingParams(
             n=sampling.n,
             # More than a field can hold is more than any context has.
@@ -132,7 +132,7 @@ def request_to_proto(request: GenerateRequest) -> Any:
     Raises:
         InvalidRequestError: a value that no field can hold.
     """
-    with _Representable():
+    with Representable():
         return pb.GenerateRequest(
             request_id=request.request_id,
             tokenized=pb.TokenizedInput(input_ids=request.prompt_token_ids),
@@ -274,7 +274,7 @@ def _folded(seed: int) -> int:
     return seed if seed in _INT32 else (seed ^ (seed >> 32)) & 0x7FFF_FFFF
 
 
-class _Representable:
+class Representable:
     """protobuf's own complaints (a negative count, an id of 33 bits) are the sender's fault."""
 
     def __enter__(self) -> None:

@@ -122,7 +122,7 @@ def _batch_from_proto(batch: Any, normalize: Normalize) -> list[MediaItem]:
 def _batch_to_proto(
     batch: Any, modality: Modality, items: Sequence[MediaItem], token_id: int | None, dtype: str, store: Store | None
 ) -> None:
-    grids = [_whole_grid(item) for item in items]
+    grids = [whole_grid(item) for item in items]
     kinds = {item.patches.dtype.name for item in items}
     if len(kinds) > 1:
         raise InvalidRequestError(f"patches of one request must have one dtype, not {sorted(kinds)}", param="media")
@@ -163,7 +163,8 @@ def _tensor(batch: Any, name: str) -> np.ndarray:
     return tensor
 
 
-def _whole_grid(item: MediaItem) -> tuple[int, int, int]:
+def whole_grid(item: MediaItem) -> tuple[int, int, int]:
+    """An item's grid as one row. Raises InvalidRequestError if its rows are not the ones that such a row becomes."""
     t, h, w = (sum(row[0] for row in item.grid_thw), *item.grid_thw[0][1:])
     expected = segment_rows((t, h, w)) if item.modality == "video" else ((t, h, w),)
     if item.grid_thw != expected:
