@@ -376,7 +376,11 @@ class Gateway:
             kept_tokens=MARKER_TOKENS if isinstance(asked, ChatRequest) else (),
         )
         if asked.stream:
-            return EventStream(answer.stream(generation), dialect_of(request.url.path))
+            return EventStream(
+                answer.stream(generation),
+                dialect_of(request.url.path),
+                has_begun=lambda: generation.num_output_tokens > 0,
+            )
         whole = await until_disconnect(request.receive, answer.collect(generation))
         return Response(whole, media_type="application/json")
 

@@ -148,12 +148,19 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream:
     """A response of server-sent events; an ASGI application like Starlette's own responses.
 
-    An error before the first event is answered with its own status; a later one ends the stream with an error event.
+    An error before the output began is answered with its own status; a later one ends the stream with an error event.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], dialect: Dialect = OPENAI) -> None:
-        """events: as `server_event` makes them."""
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        dialect: Dialect = OPENAI,
+        *,
+        has_begun: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """events: as `server_event` makes them. has_begun: the output did, though no event may have shown it yet."""
         self._events = events
+        self._has_begun = has_begun
         self._dialect = dialect
         self._last_sent = 0.0
 
@@ -168,7 +175,7 @@ class EventStream:
         try:
             await asyncio.wait({first}, timeout=HEADER_DELAY_SECONDS)
             error = first.exception() if first.done() else None
-            if error is not None:
+            if error is not None and not self._has_begun():
                 await error_response(error, self._dialect)(scope, receive, send)
                 return
             await send(

@@ -67,7 +67,7 @@ class WorkerProcess:
         return self._address
 
     def death(self) -> asyncio.Future[str]:
-        """Settled with how it ended when it ends. Called inside a running event loop."""
+        """Settled with words for how it ended, when it ends. Called inside a running event loop."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[str] = loop.create_future()
 
@@ -76,7 +76,7 @@ class WorkerProcess:
                 future.set_result(how)
 
         def wait() -> None:
-            how = _how(self._popen.wait())
+            how = f"the worker died: {_how(self._popen.wait())}"
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, how)
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeClient, serve
+from fake_engine import TINY, FakeClient, serve
 
 from msaserve.config import GenerationDefaults
 from msaserve.errors import EngineError, InvalidRequestError, OverloadedError
+from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.tokenizer import Tokenizer
 
@@ -284,6 +285,30 @@ def test_an_engine_error_in_mid_stream(http: httpx.Client, engine: FakeClient, t
     assert (first["choices"][0]["text"], second["choices"][0]["text"]) == ("a", "b")
     assert last["error"]["message"] == "the fake engine fails"
     assert error(http.post(TEXT, json={"prompt": "a"}), 500)["code"] == "engine_error"
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/v1/responses", "/v1/messages"])
+def test_a_stream_that_fails_before_its_first_text(http: httpx.Client, engine: FakeClient, path: str) -> None:
+    """The first token is half a character, and nothing can be shown of it: the output began all the same."""
+    engine.script = [Tokenizer.load(TINY).encode("é")[0], 5]
+    engine.fail_after = 1
+    asked = {"prompt": "a"} if path == TEXT else {"input": "a"} if path == "/v1/responses" else {"messages": USER}
+    with http.stream("POST", path, json={**asked, "max_tokens": 8, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        last = [line for line in response.iter_lines() if line][-1]
+    assert "the fake engine fails" in last
+    engine.fail_after = 0
+    assert http.post(path, json={**asked, "max_tokens": 8, "stream": True}).status_code == 500
+
+
+async def test_health_when_the_engine_is_gone_for_good(tokenizer: Tokenizer) -> None:
+    app = create_app(FakeClient(), tokenizer, None, GatewaySettings("tiny"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
+        assert (await http.get("/health")).status_code == 200
+        app.state.gateway.failure = "the worker died: SIGKILL"
+        response = await http.get("/health")
+    assert (response.status_code, response.json()["status"]) == (503, "the worker died: SIGKILL")
 
 
 def test_the_shape_of_a_stream(http: httpx.Client, engine: FakeClient, tokenizer: Tokenizer) -> None:

@@ -4,76 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
+from process_driver import ADDRESS, SECONDS, URL, gateway, worker
 from worker_driver import GREEDY, PROMPT, TINY, read, request, tokens
 
 from msaserve.cli import main
 from msaserve.errors import OverloadedError
 from msaserve.gateway.grpc_client import GrpcClient
-
-SECONDS = 200
-
-
-class Process:
-    """One msaserve command."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "msaserve.cli", *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def line(self, pattern: str) -> str:
-        """What the pattern's group matches, once the process prints it."""
-        assert self.popen.stdout is not None
-        deadline = time.monotonic() + SECONDS
-        for line in iter(self.popen.stdout.readline, ""):
-            match = re.search(pattern, line)
-            if match:
-                return match.group(1)
-            assert time.monotonic() < deadline
-        raise AssertionError(f"the process ended with {self.popen.wait(10)}")
-
-    def end(self, number: int) -> int:
-        self.popen.send_signal(number)
-        return self.popen.wait(30)
-
-
-@contextmanager
-def running(*arguments: str) -> Iterator[Process]:
-    process = Process(*arguments)
-    try:
-        yield process
-    finally:
-        if process.popen.poll() is None:
-            process.popen.kill()
-        process.popen.wait(10)
-
-
-def worker(address: str = "127.0.0.1:0") -> Any:
-    return running("worker", str(TINY), "--grpc", address, "--kv-cache-gib", "0.02", "--max-model-len", "4096")
-
-
-def gateway(*addresses: str, **options: str) -> Any:
-    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
-    return running("gateway", "--worker", *addresses, "--port", "0", *flags)
-
-
-ADDRESS, URL = r"--worker (grpc://\S+)", r"curl (http://[^/]+)"
 
 
 @pytest.fixture

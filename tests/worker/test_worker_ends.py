@@ -11,9 +11,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from worker_driver import GREEDY, new_engine, read, request, running_worker, tokens
 
+from msaserve.engine.async_engine import AsyncEngine
 from msaserve.errors import EngineError, OverloadedError
 from msaserve.gateway.grpc_client import GrpcClient
 from msaserve.rpc.protocol import SERVICE
+from msaserve.worker.served import ServedModel
+from msaserve.worker.server import run
 
 
 async def test_drain() -> None:
@@ -131,3 +134,32 @@ async def test_the_clients_own_end() -> None:
         await other.close()
         assert (await task)[-1].finish_reason == "abort"
         await worker.until_empty()
+
+
+async def test_a_worker_whose_engine_stops_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor starts it anew; first every stream is told."""
+    engine = new_engine()
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(
+        run(
+            AsyncEngine(engine),
+            ServedModel.of(engine),
+            "127.0.0.1:0",
+            stop=asyncio.Event(),
+            drain_seconds=60,
+            on_ready=port.set_result,
+        )
+    )
+    client = GrpcClient(f"grpc://127.0.0.1:{await port}")
+    stream = client.generate(request("a", max_tokens=3500))
+    await anext(stream)
+
+    def broken() -> Any:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(engine, "step", broken)
+    assert "the engine has stopped" in ([event async for event in stream][-1].error or "")
+    with pytest.raises(EngineError, match="the engine has stopped"):
+        await asyncio.wait_for(running, 10)
+    assert not await client.is_ready()
+    await client.close()

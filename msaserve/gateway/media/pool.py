@@ -234,6 +234,7 @@ class _Process:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path, **threads},
+                start_new_session=True,  # a Ctrl-C is for the gateway, which ends it when its requests have ended
             )
         self._socket = ours
         if not self.is_alive:  # killed while it started

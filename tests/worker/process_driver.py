@@ -1,0 +1,87 @@
+"""msaserve commands as processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from worker_driver import TINY
+
+SECONDS = 200
+ADDRESS, URL = r"--worker (grpc://\S+)", r"curl (http://[^/]+)"
+
+
+class Process:
+    """One msaserve command."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "msaserve.cli", *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a group of its own, to which a Ctrl-C can be sent
+        )
+        self.errors: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        self.errors.extend(iter(self.popen.stderr.readline, ""))
+
+    def line(self, pattern: str) -> str:
+        """What the pattern's group matches, once the process prints it."""
+        assert self.popen.stdout is not None
+        deadline = time.monotonic() + SECONDS
+        for line in iter(self.popen.stdout.readline, ""):
+            match = re.search(pattern, line)
+            if match:
+                return match.group(1)
+            assert time.monotonic() < deadline
+        raise AssertionError(f"the process ended with {self.popen.wait(10)}: {self.log}")
+
+    def end(self, number: int) -> int:
+        self.popen.send_signal(number)
+        return self.wait(30)
+
+    def wait(self, seconds: float) -> int:
+        code = self.popen.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    @property
+    def log(self) -> str:
+        return "".join(self.errors)
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[Process]:
+    process = Process(*arguments)
+    try:
+        yield process
+    finally:
+        if process.popen.poll() is None:
+            process.popen.kill()
+        process.popen.wait(10)
+
+
+def worker(address: str = "127.0.0.1:0") -> Any:
+    return running("worker", str(TINY), "--grpc", address, "--kv-cache-gib", "0.02", "--max-model-len", "4096")
+
+
+def gateway(*addresses: str, **options: str) -> Any:
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    return running("gateway", "--worker", *addresses, "--port", "0", *flags)
+
+
+def serve(*options: str) -> Any:
+    return running("serve", str(TINY), "--port", "0", "--kv-cache-gib", "0.02", "--max-model-len", "4096", *options)
