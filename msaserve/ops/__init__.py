@@ -16,6 +16,7 @@ from msaserve.ops.msa import msa_attend
 from msaserve.ops.norm_rope_store import Queries, norm_rope_store
 from msaserve.ops.page_table import one_head_view, page_table
 from msaserve.ops.remap import BlockQueries, remap
+from msaserve.ops.select_attend import select_attend
 from msaserve.ops.select_blocks import select_blocks
 from msaserve.ops.sparse_attend import sparse_attend
 from msaserve.ops.store_kv import store_kv
@@ -32,6 +33,7 @@ __all__ = [
     "one_head_view",
     "page_table",
     "remap",
+    "select_attend",
     "select_blocks",
     "sparse_attend",
     "store_kv",

@@ -1,0 +1,647 @@
+"""select_attend for decode on Hopper: scan, choice with attention, and merge, three launches whose work overlaps.
+
+`_scan_kernel` scores every block, keys coming by TMA. `_attend_kernel` starts while the last programs of the scan run:
+each program waits for its own request's scores, chooses its row's blocks and attends to its share of them.
+`_merge_kernel` waits for its own row's partial outputs.
+
+A waiting program looks at the data itself: every word that it will read is first set to UNWRITTEN, a NaN that no
+arithmetic yields, by the program that will write it. With programmatic dependent launch a kernel starts only after
+every program of the one before has said that it may, which they say after this, so what is read is UNWRITTEN or final.
+No counter has to be kept or zeroed, and as the programs waited for are running already, none can wait for ever.
+"""
+
+# Argument lists that Triton must see written out are longer than a line.
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from msaserve.ops.gluon_tma import descriptor, tma_load
+from msaserve.ops.hopper import why_not_wgmma
+from msaserve.ops.select_blocks import decode_triton as select
+from msaserve.ops.sparse_attend import decode_triton as attend
+from msaserve.ops.sparse_attend.decode_triton import LOG2_E, head_step, num_splits, partials
+
+UNWRITTEN = gl.constexpr(-1)
+"""Bits of a word that is still to be written: as a float32 a NaN other than the one that arithmetic yields."""
+
+NONE = gl.constexpr(0x7FFFFFFF)
+LOWEST = gl.constexpr(-0x80000000)
+
+
+@gluon.constexpr_function
+def _bits(size: int) -> int:
+    return size.bit_length() - 1
+
+
+@gluon.constexpr_function
+def _whole(size, num_warps):
+    """Layout of [size] that every warp holds whole, so that reductions need no barrier."""
+    bits = [[1 << i] for i in range(_bits(size))]
+    # 16 bytes to a load.
+    vector = 2 if len(bits) >= 7 else 0
+    lanes = bits[vector : vector + 5]
+    return gl.DistributedLinearLayout(
+        reg_bases=bits[:vector] + bits[vector + 5 :],
+        lane_bases=lanes + [[0]] * (5 - len(lanes)),
+        warp_bases=[[0]] * _bits(num_warps),
+        block_bases=[],
+        shape=[size],
+    )
+
+
+@gluon.constexpr_function
+def _whole_2d(rows, columns, num_warps):
+    """Layout of [rows, columns] that every warp holds whole: columns in registers, rows in lanes while there are any."""
+    bits = [[1 << i, 0] for i in range(_bits(rows))]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1 << i] for i in range(_bits(columns))] + bits[5:],
+        lane_bases=bits[:5] + [[0, 0]] * (5 - len(bits[:5])),
+        warp_bases=[[0, 0]] * _bits(num_warps),
+        block_bases=[],
+        shape=[rows, columns],
+    )
+
+
+@gluon.jit
+def _wait_for_launch_before():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _let_next_start():
+    """After this program's words are UNWRITTEN where every other program would see it."""
+    gl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.thread_barrier()
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _scan_kernel(
+    index_q, index_k, block_table, seq_lens, cu_query_lens, scores, comb_scores, comb_blocks,
+    max_blocks, stride_qt, stride_qh, stride_b, stride_sh, stride_st,
+    H: gl.constexpr, QP: gl.constexpr, R: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, COMBS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with COMBS their best.
+
+    Row r of the R (≥ H · QP) stands for index head r // QP and query token r % QP of the request.
+    """
+    NARROW: gl.constexpr = index_k.dtype.primitive_bitwidth == 8
+    element: gl.constexpr = gl.float16 if NARROW else index_q.dtype.element_ty
+    width: gl.constexpr = 4 if NARROW else 2
+    page_bytes: gl.constexpr = BLOCK * D * index_k.dtype.primitive_bitwidth // 8
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, 8])
+    keys: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=width)
+    queries: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=width)
+    columns: gl.constexpr = gl.SliceLayout(0, mma)
+
+    k_smem = gl.allocate_shared_memory(index_k.dtype, [STAGES, 1, BLOCK, D], index_k.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for fill in gl.static_range(STAGES):
+        mbarrier.init(full.index(fill), count=1)
+
+    first = gl.program_id(0)
+    step = gl.num_programs(0)
+    request = gl.program_id(1)
+    # The batch's description is older than the launch before; the first pages are asked for with the lengths.
+    table = block_table + request.to(gl.int64) * stride_b
+    pages = ()
+    for fill in gl.static_range(STAGES):
+        pages = pages + (gl.load(table + gl.minimum(first + fill * step, max_blocks - 1)),)
+    seq_len = gl.load(seq_lens + request)
+    start = gl.load(cu_query_lens + request)
+    query_len = gl.load(cu_query_lens + request + 1) - start
+    num_blocks = gl.minimum((seq_len + BLOCK - 1) // BLOCK, max_blocks)
+    count = gl.where(query_len > 0, (num_blocks - first + step - 1) // step, 0)
+    gl.thread_barrier()
+    if PDL:
+        _wait_for_launch_before()
+    for fill in gl.static_range(STAGES):
+        if fill < count:
+            mbarrier.expect(full.index(fill), page_bytes)
+            tma_load(index_k, [pages[fill], 0, 0], full.index(fill), k_smem.index(fill))
+
+    r = gl.arange(0, R, layout=columns)
+    row = (start + r % QP).to(gl.int64)
+    real = (r // QP < H) & (r % QP < query_len)
+    out = scores + (r // QP) * stride_sh + row * stride_st
+    comb_at = (row * H + r // QP) * step + first
+    if PDL:
+        for i in range(count):
+            gl.store(out + (first + i * step), gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
+        if COMBS:
+            gl.store(comb_scores + comb_at, gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
+            gl.store(comb_blocks + comb_at, gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
+
+    copy: gl.constexpr = gl.BlockedLayout([8, 1], [D // 8, 256 // D], [1, num_warps], [0, 1])
+    d = gl.arange(0, D, layout=gl.SliceLayout(1, copy))
+    c = gl.arange(0, R, layout=gl.SliceLayout(0, copy))
+    q = gl.load(
+        index_q + (start + c % QP).to(gl.int64)[None, :] * stride_qt + (c // QP)[None, :] * stride_qh + d[:, None],
+        mask=((c // QP < H) & (c % QP < query_len))[None, :],
+        other=0.0,
+    )
+    if PDL:
+        _let_next_start()
+    q = gl.convert_layout(q.to(element), queries)
+
+    visible = seq_len - query_len + r % QP + 1
+    offset = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, mma))
+    comb_best = gl.full([R], float("-inf"), gl.float32, layout=columns)
+    comb_block = gl.full([R], 0, gl.int32, layout=columns) + first
+    for i in range(count):
+        n = first + i * step
+        stage = i % STAGES
+        ahead = gl.load(table + gl.minimum(n + STAGES * step, max_blocks - 1))
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        k = k_smem.index(stage).reshape([BLOCK, D]).load(keys)
+        s = mma_v2(k.to(element), q, gl.zeros([BLOCK, R], gl.float32, layout=mma))
+        if i + STAGES < count:
+            gl.thread_barrier()
+            mbarrier.expect(full.index(stage), page_bytes)
+            tma_load(index_k, [ahead, 0, 0], full.index(stage), k_smem.index(stage))
+        seen = (n * BLOCK + offset)[:, None] < visible[None, :]
+        # A NaN key compares false and is left out like an unseen one.
+        best = gl.max(gl.where(seen & (s > float("-inf")), s, float("-inf")), 0)
+        gl.store(out + n, best.to(gl.int32, bitcast=True), mask=real)
+        if COMBS:
+            comb_block = gl.where(best > comb_best, n, comb_block)
+            comb_best = gl.maximum(best, comb_best)
+    if COMBS:
+        gl.store(comb_scores + comb_at, comb_best.to(gl.int32, bitcast=True), mask=real)
+        gl.store(comb_blocks + comb_at, comb_block, mask=real)
+
+
+@gluon.jit
+def _greatest(x):
+    # The columns of `_whole_2d` lie in registers, so they go first.
+    for _ in gl.static_range(len(x.shape)):
+        x = gl.max(x, len(x.shape) - 1)
+    return x
+
+
+@gluon.jit
+def _least(x):
+    for _ in gl.static_range(len(x.shape)):
+        x = gl.min(x, len(x.shape) - 1)
+    return x
+
+
+@gluon.jit
+def _await(words, mask):
+    """The words once all of them are written."""
+    x = gl.load(words, mask=mask, other=0, volatile=True)
+    while _greatest((x == UNWRITTEN).to(gl.int32)) != 0:
+        x = gl.load(words, mask=mask, other=0, volatile=True)
+    return x
+
+
+@gluon.jit
+def _order_key(bits, n, num_blocks, first_local):
+    """int32 that sorts like the score of these bits: forced blocks above all, blocks beyond the request below all."""
+    bits = gl.where(bits == LOWEST, 0, bits)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = gl.where(n >= first_local, NONE, key)
+    return gl.where(n < num_blocks, key, LOWEST)
+
+
+@gluon.jit
+def _take_best(key, n, S, place):
+    """The n of the S largest keys, largest first, of equal keys the lower n first, at places 0 … S − 1."""
+    chosen = gl.full_like(place, NONE)
+    for i in range(S):
+        top = _greatest(key)
+        first = _least(gl.where(key == top, n, NONE))
+        chosen = gl.where(place == i, first, chosen)
+        key = gl.where(n == first, LOWEST, key)
+    return chosen
+
+
+@gluon.jit
+def _choose(
+    scores, comb_scores, comb_blocks, num_blocks, local_blocks, place,
+    S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """[SP] block ids of one row of scores, best first. With RP > 0 through CP combs, as `select.choose_blocks` does."""
+    first_local = num_blocks - local_blocks
+    combs: gl.constexpr = CP
+    c = gl.arange(0, CP, layout=_whole(CP, num_warps))
+    if RP == 0:
+        bits = _await(scores + c, c < num_blocks)
+        chosen = _take_best(_order_key(bits, c, num_blocks, first_local), c, S, place)
+    else:
+        is_in = c < num_blocks
+        best = _await(comb_scores + c, is_in)
+        block = _await(comb_blocks + c, is_in)
+        # A forced block stands for its comb, the last of them if it has several.
+        last = c + (num_blocks - 1 - c) // combs * combs
+        block = gl.where(is_in, gl.where(last >= first_local, last, block), NONE)
+        top = _take_best(_order_key(best, block, num_blocks, first_local), block, S, place)
+        grid: gl.constexpr = _whole_2d(SP, RP, num_warps)
+        start = gl.convert_layout(gl.where(top < num_blocks, top % combs, 0x40000000), gl.SliceLayout(1, grid))
+        n = start[:, None] + (gl.arange(0, RP, layout=gl.SliceLayout(0, grid)) * combs)[None, :]
+        bits = _await(scores + n, n < num_blocks)
+        chosen = _take_best(_order_key(bits, n, num_blocks, first_local), n, S, place)
+    return gl.where((place < num_blocks) & (place < S), chosen, -1)
+
+
+@gluon.jit
+def _bring(
+    k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, place, piece, stage, head,
+    PARTS: gl.constexpr, TILE: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """Ask for the K and V of one piece. `pages` belong to the blocks of these `numbers`."""
+    block = gl.max(gl.where(place == piece // PARTS, ids, 0), 0)
+    page = gl.max(gl.where(numbers == block, pages, 0), 0)
+    mbarrier.expect(full.index(stage), BYTES)
+    at = (piece % PARTS) * TILE
+    tma_load(k_cache, [page, head, at, 0], full.index(stage), k_smem.index(stage))
+    tma_load(v_cache, [page, head, at, 0], full.index(stage), v_smem.index(stage))
+
+
+@gluon.jit
+def _attend_kernel(
+    q_ptr, k_cache, v_cache, block_table, seq_lens, cu_query_lens, scores, comb_scores, comb_blocks,
+    block_ids, out, partial_out, partial_lse, k_scale, v_scale,
+    num_requests, max_blocks, local_blocks, scale_log2,
+    stride_qt, stride_qh, stride_b, stride_sh, stride_st, stride_ih, stride_it, stride_ot, stride_oh, stride_ks, stride_vs,
+    BP: gl.constexpr, QP: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
+    S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr,
+    SPLITS: gl.constexpr, STAGES: gl.constexpr, SCALED_K: gl.constexpr, SCALED_V: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Split program_id(0) of KV head program_id(1) and query token program_id(2).
+
+    Tokens are the M side of both products: scores [TILE, 16 heads], then outputs [D, 16 heads].
+    """
+    NARROW: gl.constexpr = k_cache.dtype.primitive_bitwidth == 8
+    element: gl.constexpr = gl.float16 if NARROW else q_ptr.dtype.element_ty
+    PARTS: gl.constexpr = BLOCK // TILE
+    BYTES: gl.constexpr = 2 * TILE * D * k_cache.dtype.primitive_bitwidth // 8
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, 16, 16]
+    )
+    columns: gl.constexpr = gl.SliceLayout(0, mma)
+    split = gl.program_id(0)
+    head = gl.program_id(1)
+    t = gl.program_id(2)
+    row = t.to(gl.int64)
+
+    k_smem = gl.allocate_shared_memory(k_cache.dtype, [STAGES, 1, 1, TILE, D], k_cache.layout)
+    v_smem = gl.allocate_shared_memory(v_cache.dtype, [STAGES, 1, 1, TILE, D], v_cache.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_smem = gl.allocate_shared_memory(element, [16, D], gl.NVMMASharedLayout.get_default_for([16, D], element))
+    p_smem = gl.allocate_shared_memory(element, [16, TILE], gl.NVMMASharedLayout.get_default_for([16, TILE], element))
+    for fill in gl.static_range(STAGES):
+        mbarrier.init(full.index(fill), count=1)
+
+    # The launch before has waited for the one before it, so the queries are there. An old line of the first cache may
+    # still hold what was at their address: .cg reads past it.
+    copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [num_warps, 1], [1, 0])
+    gr = gl.arange(0, 16, layout=gl.SliceLayout(1, copy))
+    dr = gl.arange(0, D, layout=gl.SliceLayout(0, copy))
+    q = gl.load(
+        q_ptr + row * stride_qt + (head * G + gr)[:, None] * stride_qh + dr[None, :],
+        mask=(gr < G)[:, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    b = gl.arange(0, BP, layout=_whole(BP, num_warps))
+    end = gl.load(cu_query_lens + 1 + b, mask=b < num_requests, other=NONE)
+    lens = gl.load(seq_lens + b, mask=b < num_requests, other=0)
+    begin = gl.load(cu_query_lens + b, mask=b < num_requests, other=0)
+    mine = (begin <= t) & (t < end) & (t - begin < QP) & (b < num_requests)
+    request = gl.max(gl.where(mine, b, 0), 0)
+    visible = gl.max(gl.where(mine & (lens > 0), lens - end + t + 1, 0), 0)
+    num_blocks = gl.minimum((visible + BLOCK - 1) // BLOCK, max_blocks)
+    table = block_table + request.to(gl.int64) * stride_b
+
+    g = gl.arange(0, 16, layout=columns)
+    d = gl.arange(0, D, layout=gl.SliceLayout(1, mma))
+    part = ((row * gl.num_programs(1) + head) * SPLITS + split) * G + g
+    if PDL:
+        if SPLITS > 1:
+            unwritten = gl.full([D, 16], UNWRITTEN, gl.int32, layout=mma)
+            gl.store(partial_out + part[None, :] * D + d[:, None], unwritten, mask=(g < G)[None, :])
+            gl.store(partial_lse + part, gl.full([16], UNWRITTEN, gl.int32, layout=columns), mask=g < G)
+        _let_next_start()
+    if SCALED_K:
+        scale_log2 *= gl.load(k_scale + head * stride_ks)
+    q_smem.store(q.to(element))
+    fence_async_shared()
+    gl.thread_barrier()
+
+    place = gl.arange(0, SP, layout=_whole(SP, num_warps))
+    if RP == 0:
+        # All of the request's pages are at hand before the scores are.
+        numbers = gl.arange(0, CP, layout=_whole(CP, num_warps))
+        pages = gl.load(table + numbers, mask=numbers < num_blocks, other=0)
+    at = (row * gl.num_programs(1) + head) * CP
+    ids = _choose(
+        scores + head.to(gl.int64) * stride_sh + row * stride_st, comb_scores + at, comb_blocks + at,
+        num_blocks, local_blocks, place, S, SP, CP, RP, num_warps,
+    )  # fmt: skip
+    if RP > 0:
+        numbers = ids
+        pages = gl.load(table + ids, mask=ids >= 0, other=0)
+    pieces = gl.minimum(num_blocks, S) * PARTS
+    for fill in gl.static_range(STAGES):
+        if split + fill * SPLITS < pieces:
+            _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, place, split + fill * SPLITS, fill, head, PARTS, TILE, BYTES)  # fmt: skip
+    if split == 0:
+        gl.store(block_ids + head * stride_ih + row * stride_it + place, ids, mask=place < S)
+
+    best = gl.full([16], float("-inf"), gl.float32, layout=columns)
+    total = gl.zeros([16], gl.float32, layout=columns)
+    acc = gl.zeros([D, 16], gl.float32, layout=mma)
+    offset = gl.arange(0, TILE, layout=gl.SliceLayout(1, mma))
+    if NARROW:
+        wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], element)
+        k_wide = gl.allocate_shared_memory(element, [TILE, D], wide)
+        v_wide = gl.allocate_shared_memory(element, [TILE, D], wide)
+    vector: gl.constexpr = 16 if NARROW else 8
+    tile: gl.constexpr = gl.BlockedLayout([1, vector], [32 * vector // D, D // vector], [num_warps, 1], [1, 0])
+    rows = gl.arange(0, TILE, layout=gl.SliceLayout(1, tile))
+    done = 0
+    for piece in range(split, pieces, SPLITS):
+        stage = done % STAGES
+        block = gl.max(gl.where(place == piece // PARTS, ids, 0), 0)
+        rest = visible - block * BLOCK - (piece % PARTS) * TILE
+        mbarrier.wait(full.index(stage), (done // STAGES) & 1)
+        k = k_smem.index(stage).reshape([TILE, D])
+        v = v_smem.index(stage).reshape([TILE, D])
+        if NARROW:
+            k_wide.store(k.load(tile).to(element))
+            # A weight of 0 does not silence NaN.
+            v_wide.store(gl.where((rows < rest)[:, None], v.load(tile).to(element), 0.0))
+            fence_async_shared()
+            gl.thread_barrier()
+            k = k_wide
+            v = v_wide
+        else:
+            if rest < TILE:
+                v.store(gl.where((rows < rest)[:, None], v.load(tile), 0.0))
+                fence_async_shared()
+        s = warpgroup_mma(k, q_smem.permute((1, 0)), gl.zeros([TILE, 16], gl.float32, layout=mma), use_acc=False, is_async=True)  # fmt: skip
+        s = warpgroup_mma_wait(0, deps=(s,)) * scale_log2
+        s = gl.where((offset < rest)[:, None], s, float("-inf"))
+        higher = gl.maximum(best, gl.max(s, 0))
+        base = gl.where(higher == float("-inf"), 0.0, higher)
+        p = gl.exp2(s - base[None, :])
+        fade = gl.exp2(best - base)
+        total = total * fade + gl.sum(p, 0)
+        best = higher
+        p_smem.store(gl.permute(p.to(element), (1, 0)))
+        fence_async_shared()
+        gl.thread_barrier()
+        acc = warpgroup_mma(v.permute((1, 0)), p_smem.permute((1, 0)), acc * fade[None, :], is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        done += 1
+        if piece + STAGES * SPLITS < pieces:
+            gl.thread_barrier()
+            _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, place, piece + STAGES * SPLITS, stage, head, PARTS, TILE, BYTES)  # fmt: skip
+
+    is_empty = total == 0.0
+    acc = acc / gl.where(is_empty, 1.0, total)[None, :]
+    if SCALED_V:
+        acc *= gl.load(v_scale + head * stride_vs)
+    if SPLITS == 1:
+        to = out + row * stride_ot + (head * G + g)[None, :] * stride_oh + d[:, None]
+        gl.store(to, acc.to(out.dtype.element_ty), mask=(g < G)[None, :])
+    else:
+        lse = gl.where(is_empty, float("-inf"), best + gl.log2(total))
+        gl.store(partial_out + part[None, :] * D + d[:, None], acc.to(gl.int32, bitcast=True), mask=(g < G)[None, :])
+        gl.store(partial_lse + part, lse.to(gl.int32, bitcast=True), mask=g < G)
+    if PDL:
+        # Whoever waits for this launch waits for the ones before it too.
+        _wait_for_launch_before()
+
+
+@triton.jit
+def _merge_kernel(
+    partial_out,
+    partial_lse,
+    out,
+    stride_ot,
+    stride_oh,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Query head program_id(0) of query token program_id(1): its partials, once they are written, weighed."""
+    query_head = tl.program_id(0)
+    t = tl.program_id(1).to(tl.int64)
+    num_kv_heads = tl.num_programs(0) // G
+    split = tl.arange(0, SPLITS)
+    d = tl.arange(0, D)
+    part = ((t * num_kv_heads + query_head // G) * SPLITS + split) * G + query_head % G
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    lse = tl.load(partial_lse + part, volatile=True)
+    acc = tl.load(partial_out + part[:, None] * D + d[None, :], volatile=True)
+    while tl.min(tl.min((acc != -1).to(tl.int32), 0), 0) + tl.min((lse != -1).to(tl.int32), 0) != 2:
+        lse = tl.load(partial_lse + part, volatile=True)
+        acc = tl.load(partial_out + part[:, None] * D + d[None, :], volatile=True)
+    lse = lse.to(tl.float32, bitcast=True)
+    best = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(best == float("-inf"), 0.0, best))
+    total = tl.sum(weight, 0)
+    merged = tl.sum(acc.to(tl.float32, bitcast=True) * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + t * stride_ot + query_head * stride_oh + d, merged.to(out.dtype.element_ty))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+def why_not(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    *,
+    topk: int,
+    max_query_len: int,
+    max_seq_len: int,
+    **_: object,
+) -> str | None:
+    """None if `select_attend` serves these arguments, else the reason. Whether Triton runs is asked before."""
+    where = (block_table, seq_lens, cu_query_lens)
+    block_ids = torch.empty((1, 1, topk), device="meta")
+    reason = why_not_wgmma(q) or select.why_not(
+        index_q, index_k_cache, *where, topk=topk, max_query_len=max_query_len, max_seq_len=max_seq_len
+    )
+    reason = reason or attend.why_not(q, k_cache, v_cache, block_ids, *where, max_query_len=max_query_len)
+    if reason is not None:
+        return reason
+    if index_k_cache.shape[1] != k_cache.shape[1]:
+        return f"pages of {index_k_cache.shape[1]} index keys and of {k_cache.shape[1]} keys differ"
+    for cache in (k_cache, v_cache, index_k_cache):
+        if cache.data_ptr() % 16 or any(stride * cache.itemsize % 16 for stride in cache.stride()[:-1]):
+            return "the caches must lie on 16-byte boundaries"
+    return None
+
+
+def select_attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    *,
+    topk: int,
+    local_blocks: int,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    programs: int = select.SCORE_PROGRAMS,
+    direct: int = select.DIRECT_BLOCKS,
+    scan_stages: int | None = None,
+    splits: int | None = None,
+    tile: int | None = None,
+    stages: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits depend on shapes only."""
+    num_rows, num_heads, dim = q.shape
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    num_requests = seq_lens.shape[0]
+    num_blocks = triton.cdiv(max_seq_len, block_size)
+    # All lanes of a warp, so that a reduction is one instruction.
+    topk_pad = max(32, triton.next_power_of_2(topk))
+    query_pad = triton.next_power_of_2(max_query_len)
+    empty = partial(torch.empty, dtype=torch.int32, device=q.device)
+    pdl = {"PDL": True, "launch_pdl": True}
+
+    combs = max(1, min(num_blocks, programs // num_requests))
+    run = 0
+    if num_blocks > direct:
+        combs = max(topk_pad, 1 << (min(combs, direct).bit_length() - 1))
+        run = triton.next_power_of_2(triton.cdiv(num_blocks, combs))
+    per_program = triton.cdiv(num_blocks, combs)
+    scores = empty((num_kv_heads, num_rows, num_blocks))
+    comb_scores, comb_blocks = scores, scores
+    if run:
+        comb_scores = empty((num_rows, num_kv_heads, combs))
+        comb_blocks = torch.empty_like(comb_scores)
+    index_dim = index_q.shape[2]
+    _scan_kernel[(combs, num_requests)](
+        index_q,
+        descriptor(index_k_cache, (1, block_size, index_dim)),
+        block_table,
+        seq_lens,
+        cu_query_lens,
+        scores,
+        comb_scores,
+        comb_blocks,
+        num_blocks,
+        index_q.stride(0),
+        index_q.stride(1),
+        block_table.stride(0),
+        scores.stride(0),
+        scores.stride(1),
+        H=num_kv_heads,
+        QP=query_pad,
+        R=max(8, triton.next_power_of_2(num_kv_heads) * query_pad),
+        D=index_dim,
+        BLOCK=block_size,
+        STAGES=scan_stages or min(2, per_program),
+        COMBS=run > 0,
+        num_warps=4,
+        **pdl,
+    )
+
+    if out is None:
+        out = torch.empty_like(q)
+    block_ids = empty((num_kv_heads, num_rows, topk))
+    tile = tile or 64
+    pieces = topk * (block_size // tile)
+    splits = splits or num_splits(num_rows * num_kv_heads, pieces)
+    partial_out, partial_lse = (x.view(torch.int32) if splits > 1 else x for x in partials(out, num_kv_heads, splits))
+    box = (1, 1, tile, dim)
+    _attend_kernel[(splits, num_kv_heads, num_rows)](
+        q,
+        descriptor(k_cache.permute(0, 2, 1, 3), box),
+        descriptor(v_cache.permute(0, 2, 1, 3), box),
+        block_table,
+        seq_lens,
+        cu_query_lens,
+        scores,
+        comb_scores,
+        comb_blocks,
+        block_ids,
+        out,
+        partial_out,
+        partial_lse,
+        k_scale,
+        v_scale,
+        num_requests,
+        num_blocks,
+        local_blocks,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        block_table.stride(0),
+        scores.stride(0),
+        scores.stride(1),
+        block_ids.stride(0),
+        block_ids.stride(1),
+        out.stride(0),
+        out.stride(1),
+        head_step(k_scale),
+        head_step(v_scale),
+        BP=triton.next_power_of_2(num_requests),
+        QP=query_pad,
+        G=num_heads // num_kv_heads,
+        D=dim,
+        BLOCK=block_size,
+        TILE=tile,
+        S=topk,
+        SP=topk_pad,
+        CP=combs if run else max(topk_pad, triton.next_power_of_2(num_blocks)),
+        RP=run,
+        SPLITS=splits,
+        STAGES=stages or min(3, triton.cdiv(pieces, splits)),
+        SCALED_K=k_scale is not None,
+        SCALED_V=v_scale is not None,
+        num_warps=4,
+        **pdl,
+    )
+    if splits > 1:
+        _merge_kernel[(num_heads, num_rows)](
+            partial_out,
+            partial_lse,
+            out,
+            out.stride(0),
+            out.stride(1),
+            G=num_heads // num_kv_heads,
+            D=dim,
+            SPLITS=splits,
+            num_warps=1,
+            **pdl,
+        )
+    return out, block_ids
