@@ -23,6 +23,8 @@ from msaserve.types import Constraint, GenerateRequest, MediaItem, Modality, Sam
 
 SERVICE = "tokenspeed.grpc.scheduler.TokenSpeedScheduler"
 
+_INT32_MAX = 2**31 - 1
+_UINT32_MAX = 2**32 - 1
 _MODALITIES = {"image": common_pb2.IMAGE, "video": common_pb2.VIDEO}
 
 
@@ -43,13 +45,13 @@ def request_to_proto(
             tokenized=pb.TokenizedInput(input_ids=request.prompt_token_ids),
             sampling_params=_sampling_to_proto(request.sampling),
             return_logprob=logprobs is not None,
+            logprob_start_len=-1,  # none of the prompt
             top_logprobs_num=logprobs or 0,
             stream=True,
         )
-    for modality, token_id in token_ids.items():
-        for item in request.media:
-            if item.modality == modality:
-                _item_to_proto(message.mm_inputs.items.add(), item, request.prompt_token_ids, token_id, dtype, store)
+    for item in sorted(request.media, key=lambda item: item.offset):
+        into = message.mm_inputs.items.add()
+        _item_to_proto(into, item, request.prompt_token_ids, token_ids[item.modality], dtype, store)
     return message
 
 
@@ -57,14 +59,14 @@ def _sampling_to_proto(sampling: SamplingParams) -> Any:
     message = pb.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        # 0 is no value there: left out, all tokens count.
-        top_k=sampling.top_k or None,
+        top_k=min(sampling.top_k, _INT32_MAX) or -1,  # -1: all tokens count
         min_p=sampling.min_p,
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         repetition_penalty=sampling.repetition_penalty,
-        max_new_tokens=sampling.max_tokens,
-        min_new_tokens=sampling.min_tokens,
+        # More than a field can hold is more than any context has.
+        max_new_tokens=None if sampling.max_tokens is None else min(sampling.max_tokens, _UINT32_MAX),
+        min_new_tokens=min(sampling.min_tokens, _UINT32_MAX),
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,

@@ -3,64 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import importlib.util
-import io
 import json
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import pytest_asyncio
-from msgspec.structs import replace as replace_struct
+from smg_driver import TEMPLATE, clip, needs_ffmpeg, needs_smg, picture, running_smg, text
 from worker_driver import IMAGE, TINY, VIDEO, Worker, new_engine, running_worker
 
 import msaserve.worker.servicer as servicer
-from msaserve.gateway.app import GatewaySettings, create_app
-from msaserve.gateway.chat import ChatTemplate
-from msaserve.gateway.media.options import MediaOptions
 from msaserve.rpc.media import segment_rows
-from msaserve.tokenizer import Tokenizer
 from msaserve.types import GenerateRequest
 from msaserve.worker.archive import pack
 
-# The tiny checkpoint's template in the words by which smg recognises that a template takes lists of parts; of others it
-# makes one string, media first.
-TEMPLATE = """
-{{- ']~!b[' -}}
-{%- for message in messages -%}
-{{- ']~b]' + ('ai' if message.role == 'assistant' else message.role) + '\n' -}}
-{%- if message.content is string -%}{{- message.content -}}
-{%- else -%}
-{%- for item in message.content -%}
-{%- if item.type == 'text' -%}{{- item.text -}}
-{%- elif item.type == 'image' -%}{{- ']<]image[>[' -}}
-{%- elif item.type == 'video' -%}{{- ']<]video[>[' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '[e~[\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- ']~b]ai\n' -}}{%- endif -%}
-"""
-SMG = Path(sys.executable).with_name("smg")
-
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("smg") is None or not SMG.exists(), reason="smg is not installed"),
-    pytest.mark.asyncio(loop_scope="module"),
-]
-needs_ffmpeg = pytest.mark.skipif(
-    not (shutil.which("ffmpeg") and shutil.which("ffprobe")), reason="smg decodes video with the ffmpeg programs"
-)
+pytestmark = [needs_smg, pytest.mark.asyncio(loop_scope="module")]
 
 
 @dataclass
@@ -73,12 +33,6 @@ class Front:
     async def chat(self, content: Any, **fields: Any) -> httpx.Response:
         body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8}
         return await self.http.post("/v1/chat/completions", json={**body, "ignore_eos": True, **fields})
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-    return port
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -102,76 +56,15 @@ async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front
     for path in (*TINY.glob("*.json"), *TINY.glob("*.jinja")):
         shutil.copy(path, files)
     (files / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    log = tmp_path_factory.mktemp("smg") / "log"
-    port, metrics_port = free_port(), free_port()
-    with pytest.MonkeyPatch.context() as patch, log.open("wb") as output:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(servicer.convert, "request_from_proto", record)
         patch.setattr(servicer.Servicer, "GetModelInfo", elsewhere)
         patch.setattr(servicer, "pack", lambda directory: pack(files))
-        async with running_worker(new_engine(max_num_batched_tokens=1024)) as worker:
-            process = subprocess.Popen(
-                [
-                    str(SMG),
-                    "launch",
-                    *("--host", "127.0.0.1", "--port", str(port)),
-                    *("--worker-urls", f"grpc://127.0.0.1:{worker.port}", "--policy", "cache_aware"),
-                    *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
-                    *("--worker-startup-check-interval", "1", "--load-monitor-interval", "1"),
-                    *("--multimodal-tensor-transport", "auto"),
-                ],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
-                    await _until_ready(http, log)
-                    yield Front(worker, http, seen, f"http://127.0.0.1:{metrics_port}/metrics")
-            finally:
-                process.kill()  # asked politely it waits for minutes
-                process.wait()
-
-
-async def _until_ready(http: httpx.AsyncClient, log: Path) -> None:
-    for _ in range(300):
-        try:
-            if (await http.get("/readiness")).status_code == 200 and (await http.get("/v1/models")).json()["data"]:
-                return
-        except httpx.TransportError:
-            pass
-        await asyncio.sleep(0.1)
-    raise AssertionError(log.read_text(encoding="utf-8", errors="replace")[-3000:])
-
-
-def picture(height: int, width: int, seed: int = 0) -> dict[str, Any]:
-    from PIL import Image
-
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return {"type": "image_url", "image_url": {"url": _data_url("image/png", file.getvalue())}}
-
-
-def clip(seconds: float) -> dict[str, Any]:
-    import av
-
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 160, 120, "yuv420p"
-        stream.time_base = Fraction(1, 10)
-        for i in range(round(seconds * 10)):
-            frame = av.VideoFrame.from_ndarray(np.full((120, 160, 3), 3 * i % 256, np.uint8), "rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return {"type": "video_url", "video_url": {"url": _data_url("video/mp4", file.getvalue())}}
-
-
-def _data_url(kind: str, data: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def text(words: str) -> dict[str, Any]:
-    return {"type": "text", "text": words}
+        async with (
+            running_worker(new_engine(max_num_batched_tokens=1024)) as worker,
+            running_smg(worker.port, tmp_path_factory.mktemp("smg") / "log") as smg,
+        ):
+            yield Front(worker, smg.http, seen, smg.metrics)
 
 
 async def events(front: Front, **fields: Any) -> list[dict[str, Any]]:
@@ -313,72 +206,3 @@ async def test_the_load_it_polls(front: Front) -> None:
     flushed = await front.http.post("/flush_cache")
     assert flushed.json()["status"] == "success", flushed.text
     assert front.worker.engine.load().num_cached_pages == 0
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def ours(front: Front) -> AsyncIterator[httpx.AsyncClient]:
-    """This project's gateway before the same worker."""
-    app = create_app(
-        front.worker.client,
-        Tokenizer.load(TINY),
-        ChatTemplate(TEMPLATE),
-        GatewaySettings("tiny"),
-        MediaOptions(media_processes=1).pipeline(TINY),
-    )
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://ours", timeout=60) as http,
-    ):
-        yield http
-
-
-async def both(front: Front, ours: httpx.AsyncClient, content: Any, **fields: Any) -> list[GenerateRequest]:
-    """What the worker is asked by smg and by this project's gateway for the same request, and the same answer."""
-    texts = []
-    front.seen.clear()
-    for http in (front.http, ours):
-        answer = await replace(front, http=http).chat(content, **fields)
-        assert answer.status_code == 200, answer.text
-        choice = answer.json()["choices"][0]
-        texts.append((choice["message"]["content"], choice["finish_reason"]))
-    assert texts[0] == texts[1]
-    return front.seen[-2:]
-
-
-async def test_a_text_request_is_smgs(front: Front, ours: httpx.AsyncClient) -> None:
-    for fields in (
-        {"temperature": 0.7, "top_p": 0.9, "seed": 5, "max_tokens": 6},
-        {"temperature": 1.0, "seed": 7, "presence_penalty": 0.5, "frequency_penalty": -0.25, "stop": ["zz"]},
-        {"logprobs": True, "top_logprobs": 3, "min_p": 0.125, "top_k": 7, "repetition_penalty": 1.25, "seed": 1},
-    ):
-        theirs, own = await both(front, ours, [text("Hello"), text(" wörld ]<]x")], **fields)
-        assert own.prompt_token_ids == theirs.prompt_token_ids
-        # Stop strings stay in this project's gateway.
-        assert own.sampling == replace_struct(theirs.sampling, stop=())
-
-
-# Media first: smg puts a message's media before its text, where this project leaves the order to the sender.
-
-
-async def test_a_picture_is_smgs_to_the_bit(front: Front, ours: httpx.AsyncClient) -> None:
-    theirs, own = await both(front, ours, [picture(333, 517), picture(112, 140, 1), text("a"), text("b")])
-    assert own.prompt_token_ids == theirs.prompt_token_ids
-    for one, other in zip(own.media, theirs.media, strict=True):
-        assert (one.grid_thw, one.offset, one.length) == (other.grid_thw, other.offset, other.length)
-        assert np.array_equal(one.patches, other.patches)
-
-
-@needs_ffmpeg
-async def test_a_clip_is_smgs(front: Front, ours: httpx.AsyncClient) -> None:
-    theirs, own = await both(front, ours, [clip(9.0), picture(140, 112), text("b")])
-    assert own.prompt_token_ids == theirs.prompt_token_ids
-    assert len(own.media) == 2
-    for one, other in zip(own.media, theirs.media, strict=True):
-        assert (one.modality, one.grid_thw, one.offset, one.length) == (
-            other.modality,
-            other.grid_thw,
-            other.offset,
-            other.length,
-        )
-        # A few levels, if the ffmpeg program is of another version than the library.
-        assert float(np.abs(one.patches - other.patches).max()) < 0.05
