@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from examples.train_tiny.grid import Grid, arrange
 from examples.train_tiny.prose import paragraphs as prose_paragraphs
 from examples.train_tiny.recipe import Recipe, Stage, token_id
 from msaserve import pixels
+from msaserve.config import ModelConfig, VisionConfig
 from msaserve.eval import mixed, needle, picture, tool, video
 from msaserve.eval.conversation import assistant, messages
 from msaserve.eval.example import Example, Thinking, Turn
@@ -28,59 +30,77 @@ from msaserve.tokenizer import Tokenizer
 
 BLOCK = 128
 SKILLS = ("needle", "picture", "video", "tool", "mixed")
-TOKENS_PER_QUESTION = 48
+TOKENS_PER_QUESTION = 32
 """Of a further question and its reply, a little more than it takes."""
-_TEXT_TURNS = 28
+TOKENS_AROUND = 64
+"""Of the template, before the text."""
+MAX_QUESTIONS = 40
+PACKED_LENGTH = 1024
+"""Of the sequences that pictures, clips and tool calls are packed into."""
+TEXT_SHARE = 0.25
+"""Of the tokens that are no reply: those whose loss is computed."""
 
 
 @dataclass
 class Batch:
-    """B sequences of T tokens, padded at the end."""
+    """B sequences of T tokens, padded at the end. What is to be predicted is given by its place in the flattened
+    [B · T]: the token before it."""
 
     token_ids: torch.Tensor
     """[B, T] int64."""
     positions: torch.Tensor
     """[B, T] int64, stretched."""
-    is_reply: torch.Tensor
-    """[B, T] bool: tokens that the model must say."""
-    is_text: torch.Tensor
-    """[B, T] bool: other tokens to be predicted, for what that teaches."""
-    reply_number: torch.Tensor
-    """[B, T] int64: which of the batch's replies a token belongs to; −1: none."""
+    documents: torch.Tensor | None
+    """[B, T] int64: which of a sequence's texts a token belongs to. None: all are of one text."""
+    reply_rows: torch.Tensor
+    """[R] int64: before the tokens that the model must say."""
+    reply_labels: torch.Tensor
+    """[R] int64: these tokens."""
+    reply_numbers: torch.Tensor
+    """[R] int64: which of the batch's replies each belongs to."""
     reply_skills: list[str]
-    index_rows: torch.Tensor
+    text_rows: torch.Tensor
+    """[X] int64: before some of the other tokens, predicted for what that teaches."""
+    text_labels: torch.Tensor
+    index_rows: torch.Tensor | None
     """[B, R] int64: queries that the index branch learns from."""
     media_rows: torch.Tensor | None
     """[M] int64: places of pictures' and clips' tokens in the flattened [B · T]."""
     patches: torch.Tensor | None
     """[N, 1176] uint8."""
-    grid_thw: list[tuple[int, int, int]]
+    grid: Grid | None
     topk: int | None
 
     def pin_memory(self) -> Batch:
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                setattr(self, name, value.pin_memory())
-        return self
+        return self._map(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        changed: dict[str, Any] = {
+            name: change(value) if isinstance(value, torch.Tensor) else value.map(change)
             for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor | Grid)
         }
-        return replace(self, **moved)
+        return replace(self, **changed)
 
     def normalized_patches(self) -> torch.Tensor | None:
         """As msaserve.pixels normalises them, on the batch's device."""
         if self.patches is None:
             return None
-        per_channel = self.patches.shape[1] // 3
-        mean, std = (
-            torch.tensor(np.repeat(np.asarray(values, np.float32) * 255, per_channel)).to(self.patches.device)
-            for values in (pixels.IMAGE_MEAN, pixels.IMAGE_STD)
-        )
+        mean, std = _statistics(self.patches.shape[1] // 3, self.patches.device)
         return (self.patches.float() - mean) / std
+
+
+@cache
+def _statistics(per_channel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of a patch's values, each [3 · per_channel]."""
+    mean, std = (
+        torch.from_numpy(np.repeat(np.asarray(values, np.float32) * 255, per_channel)).to(device)
+        for values in (pixels.IMAGE_MEAN, pixels.IMAGE_STD)
+    )
+    return mean, std
 
 
 @dataclass(frozen=True)
@@ -103,37 +123,43 @@ class Batches(Dataset[list[Batch]]):
     def writer(self) -> Writer:
         return Writer(self.checkpoint)
 
+    @cached_property
+    def vision_config(self) -> VisionConfig:
+        vision = ModelConfig.from_checkpoint(self.checkpoint).vision
+        assert vision is not None
+        return vision
+
     def __getitem__(self, item: tuple[int, int]) -> list[Batch]:  # type: ignore[override]
         step, stage_number = item
         rng = random.Random(f"{self.seed} {step}")
         stage = self.recipe.stages[stage_number]
-        return [self._long(rng, stage), self._short(rng)]
+        return [self._long(rng, stage), self._short(rng, stage)]
 
     def _long(self, rng: random.Random, stage: Stage) -> Batch:
         recipe, writer = self.recipe, self.writer
         context = round(math.exp(rng.uniform(math.log(stage.min_context), math.log(stage.max_context))))
-        sequences = []
-        for _ in range(max(1, recipe.tokens_per_step // context)):
-            example = self._text(rng, context)
-            sequences.append(writer.write(example))
+        texts = [writer.write(self._text(rng, context)) for _ in range(max(1, recipe.tokens_per_step // context))]
         topk = rng.choice(recipe.topk_choices) if stage.is_sparse else None
-        return self._batch(rng, sequences, topk=topk)
+        num_index_rows = min(recipe.num_index_rows, max(16, context // 12))
+        return self._batch(rng, [[text] for text in texts], topk=topk, num_index_rows=num_index_rows)
 
     def _text(self, rng: random.Random, context: int) -> Example:
         recipe, writer = self.recipe, self.writer
-        num_questions = max(1, min(_TEXT_TURNS, context // (3 * TOKENS_PER_QUESTION)))
-        room = max(64, context - TOKENS_PER_QUESTION * num_questions - 128)
-        num_facts = max(2, min(needle.MAX_FACTS, round(room / math.exp(rng.uniform(math.log(48), math.log(1024))))))
+        room = context - TOKENS_AROUND
+        tokens_per_fact = math.exp(rng.uniform(math.log(24), math.log(max(48, min(1024, room / 2)))))
+        num_facts = max(2, min(needle.MAX_FACTS, round(room / tokens_per_fact)))
+        num_questions = max(1, min(MAX_QUESTIONS, num_facts, room // (2 * TOKENS_PER_QUESTION)))
+        room = max(48, room - TOKENS_PER_QUESTION * num_questions)
         if rng.random() < recipe.mixed_share and context >= 1024:
             example = mixed.generate(
-                rng, context=room - 256, count=writer.count, num_facts=num_facts, num_questions=num_questions
+                rng, context=max(64, room - 256), count=writer.count, num_facts=num_facts, num_questions=num_questions
             )
         else:
             filler = writer.prose(rng, room - 16 * num_facts) if rng.random() < recipe.prose_share else None
             hay = needle.haystack(
                 rng, room, writer.count, num_facts=num_facts, filler=filler, made_up=recipe.made_up_share
             )
-            names = rng.sample(list(hay.codes), min(num_facts, num_questions))
+            names = rng.sample(list(hay.codes), num_questions)
             turns = [
                 needle.turn(["".join(hay.sentences) + "\n"] if i == 0 else [], name, hay.codes[name])
                 for i, name in enumerate(names)
@@ -141,12 +167,12 @@ class Batches(Dataset[list[Batch]]):
             example = Example("needle", tuple(turns))
         return _with_thinking(rng, example)
 
-    def _short(self, rng: random.Random) -> Batch:
+    def _short(self, rng: random.Random, stage: Stage) -> Batch:
         sequences = []
-        for _ in range(self.recipe.short_per_step):
-            skill = rng.choices(("picture", "video", "tool"), (0.5, 0.25, 0.25))[0]
+        for _ in range(stage.num_short):
+            skill = rng.choices(("picture", "video", "tool"), self.recipe.short_shares)[0]
             if skill == "picture":
-                shown = picture.scene(rng, max_side=self.recipe.max_picture_side)
+                shown = picture.scene(rng, max_side=stage.max_picture_side)
                 first, *others = picture.turns(rng, shown)
                 example = Example("picture", (Turn((shown.picture, *first.parts), first.reply, first.scorer), *others))
             elif skill == "video":
@@ -154,49 +180,65 @@ class Batches(Dataset[list[Batch]]):
             else:
                 example = tool.generate(rng)
             sequences.append(self.writer.write(example if skill == "tool" else _with_thinking(rng, example)))
-        return self._batch(rng, sequences, topk=None)
+        return self._batch(rng, _pack(sequences, PACKED_LENGTH), topk=None, num_index_rows=None)
 
-    def _batch(self, rng: random.Random, sequences: Sequence[_Sequence], *, topk: int | None) -> Batch:
-        recipe = self.recipe
-        num_tokens = -(-max(len(s.token_ids) for s in sequences) // BLOCK) * BLOCK
+    def _batch(
+        self,
+        rng: random.Random,
+        sequences: Sequence[Sequence[_Sequence]],
+        *,
+        topk: int | None,
+        num_index_rows: int | None,
+    ) -> Batch:
+        """sequences: the texts of each. With an index loss each has one."""
+        longest = max(sum(len(text.token_ids) for text in texts) for texts in sequences)
+        num_tokens = -(-longest // BLOCK) * BLOCK
         shape = (len(sequences), num_tokens)
         token_ids = np.full(shape, token_id("]!p~["), np.int64)
-        positions = np.zeros(shape, np.int64)
+        positions, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
         is_reply, is_text = np.zeros(shape, bool), np.zeros(shape, bool)
-        reply_number = np.full(shape, -1, np.int64)
-        index_rows = np.zeros((len(sequences), recipe.num_index_rows), np.int64)
+        reply_number = np.zeros(shape, np.int64)
+        index_rows = None if num_index_rows is None else np.zeros((len(sequences), num_index_rows), np.int64)
         skills: list[str] = []
         media: list[Prepared] = []
-        for i, sequence in enumerate(sequences):
-            length = len(sequence.token_ids)
-            token_ids[i, :length] = sequence.token_ids
-            positions[i] = self._positions(rng, sequence, num_tokens)
-            is_text[i, 1:length] = ~self.writer.is_media(sequence.token_ids[1:])
-            asked: list[int] = []
-            for start, end in sequence.replies:
-                is_reply[i, start:end] = True
-                reply_number[i, start:end] = len(skills)
-                skills.append(sequence.skill)
+        for i, texts in enumerate(sequences):
+            start = 0
+            for number, text in enumerate(texts):
+                end = start + len(text.token_ids)
+                token_ids[i, start:end] = text.token_ids
+                positions[i, start:] = self._positions(rng, text, num_tokens - start)
+                documents[i, start:end] = number
+                is_text[i, start + 1 : end] = ~self.writer.is_media(text.token_ids[1:])
+                for first, last in text.replies:
+                    is_reply[i, start + first : start + last] = True
+                    reply_number[i, start + first : start + last] = len(skills)
+                    skills.append(text.skill)
+                media += text.media
+                start = end
+            if index_rows is not None:
                 # The query before a token is the one that predicts it.
-                asked += range(start - 1, end - 1)
-            half = min(len(asked), recipe.num_index_rows // 2)
-            rows = rng.sample(asked, half) + [rng.randrange(length) for _ in range(recipe.num_index_rows - half)]
-            index_rows[i] = rows
-            media += sequence.media
+                asked = (np.flatnonzero(is_reply[i]) - 1).tolist()
+                asked = rng.sample(asked, min(len(asked), index_rows.shape[1] // 2))
+                index_rows[i] = asked + [rng.randrange(end) for _ in range(index_rows.shape[1] - len(asked))]
         is_text &= ~is_reply
-        flat = np.flatnonzero(self.writer.is_media(token_ids.ravel()))
-        spec = self.writer.spec
+        reply_places, text_places = np.flatnonzero(is_reply), np.flatnonzero(is_text)
+        text_places = text_places[np.random.default_rng(rng.getrandbits(32)).random(len(text_places)) < TEXT_SHARE]
+        flat, tensor = token_ids.ravel(), torch.from_numpy
+        grid_rows = [row for item in media for row in self.writer.spec.grid_rows(item.grid_thw)]
         return Batch(
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(positions),
-            is_reply=torch.from_numpy(is_reply),
-            is_text=torch.from_numpy(is_text),
-            reply_number=torch.from_numpy(reply_number),
+            token_ids=tensor(token_ids),
+            positions=tensor(positions),
+            documents=tensor(documents) if any(len(texts) > 1 for texts in sequences) else None,
+            reply_rows=tensor(reply_places - 1),
+            reply_labels=tensor(flat[reply_places]),
+            reply_numbers=tensor(reply_number.ravel()[reply_places]),
             reply_skills=skills,
-            index_rows=torch.from_numpy(index_rows),
-            media_rows=torch.from_numpy(flat) if media else None,
-            patches=torch.from_numpy(np.concatenate([item.patches for item in media])) if media else None,
-            grid_thw=[row for item in media for row in spec.grid_rows(item.grid_thw)],
+            text_rows=tensor(text_places - 1),
+            text_labels=tensor(flat[text_places]),
+            index_rows=None if index_rows is None else tensor(index_rows),
+            media_rows=tensor(np.flatnonzero(self.writer.is_media(flat))) if media else None,
+            patches=tensor(np.concatenate([item.patches for item in media])) if media else None,
+            grid=arrange(grid_rows, self.vision_config) if media else None,
             topk=topk,
         )
 
@@ -246,11 +288,13 @@ class Writer:
         return prose_paragraphs()
 
     def prose(self, rng: random.Random, num_tokens: int) -> list[str]:
-        """Paragraphs in random order."""
+        """Paragraphs in random order; of the last one as many words as there is room for."""
         found: list[str] = []
         while num_tokens > 0:
-            found.append(rng.choice(self._prose))
-            num_tokens -= self.count(found[-1])
+            words = rng.choice(self._prose).split(" ")
+            ends = np.cumsum([self.count(word) for word in words])
+            found.append(" ".join(words[: int(np.searchsorted(ends, num_tokens)) + 1]).rstrip() + "\n")
+            num_tokens -= int(ends[-1])
         return found
 
     def is_media(self, token_ids: np.ndarray) -> np.ndarray:
@@ -279,6 +323,22 @@ class Writer:
                 replies.append((start, ids.index(self._end, start) + 1))
         assert len(replies) == len(example.turns)
         return _Sequence(token_ids, replies, media, example.skill)
+
+
+def _pack(texts: Sequence[_Sequence], length: int) -> list[list[_Sequence]]:
+    """Texts into sequences of at most `length` tokens where that is possible; long ones first."""
+    packed: list[list[_Sequence]] = []
+    room: list[int] = []
+    for text in sorted(texts, key=lambda text: -len(text.token_ids)):
+        size = len(text.token_ids)
+        place = next((i for i, left in enumerate(room) if left >= size), None)
+        if place is None:
+            packed.append([])
+            room.append(length)
+            place = len(room) - 1
+        packed[place].append(text)
+        room[place] -= size
+    return packed
 
 
 def _with_thinking(rng: random.Random, example: Example) -> Example:

@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from examples.train_tiny.grid import Grid
+from examples.train_tiny.kernels import Kernels
 from msaserve.config import ModelConfig, TextConfig
-from msaserve.layers.moe import SparseMoE, swiglu_oai
+from msaserve.layers.moe import SparseMoE
 from msaserve.layers.msa_attention import MsaAttention
 from msaserve.layers.norm import GemmaRMSNorm, LayerNorm
-from msaserve.layers.rope import CosSin, grid_rotation, rotate, text_rotation
+from msaserve.layers.rope import CosSin, rotate, text_rotation
 from msaserve.models.minimax_m3 import DecoderLayer, MiniMaxM3
 from msaserve.models.minimax_m3_vision import MiniMaxM3Vision, VisionLayer
 
-MAX_MASK_ELEMENTS = 2**29
-"""Of one attention call's mask: bounds its memory, a few bytes each."""
+MAX_MASK_ELEMENTS = 2**28
+"""Of one attention call's mask for a KV head: bounds its memory, a few bytes each."""
 MAX_KL_ELEMENTS = 2**28
 
 
@@ -63,7 +64,7 @@ class Output:
     hidden: torch.Tensor
     """[B, T, hidden] after the final norm."""
     index_loss: torch.Tensor
-    """Mean over sparse layers, index heads and rows."""
+    """Mean over sparse layers, index heads and rows; 0 without rows."""
     expert_loads: list[torch.Tensor]
     """Of each MoE layer: tokens that chose each expert, [E]."""
 
@@ -74,99 +75,90 @@ def forward(
     positions: torch.Tensor,
     *,
     topk: int | None,
-    index_rows: torch.Tensor,
+    index_rows: torch.Tensor | None,
+    documents: torch.Tensor | None = None,
     media_rows: torch.Tensor | None = None,
     patches: torch.Tensor | None = None,
-    grid_thw: Sequence[tuple[int, int, int]] = (),
+    grid: Grid | None = None,
+    kernels: Kernels | None = None,
 ) -> Output:
     """All tokens of B sequences at once.
 
     Args:
         token_ids, positions: [B, T], T a multiple of the block size. Padding stands at the end.
         topk: blocks that sparse layers attend to; None: all, as dense layers do.
-        index_rows: [B, R] places of the queries that the index branch learns from.
-        media_rows: [M] places in the flattened tokens; patches [N, 1176] and grid_thw: what goes there.
+        index_rows: [B, R] places of the queries that the index branch learns from. None: it learns nothing.
+        documents: [B, T] which of a sequence's texts a token belongs to: it attends to its own alone. For topk None.
+        media_rows: [M] places in the flattened tokens; patches [N, 1176] and grid: what goes there.
+        kernels: the element-wise parts. None: as PyTorch runs them one by one.
     """
-    config = model.config.text
+    config, kernels = model.config.text, kernels or Kernels()
+
+    def normed(norm: GemmaRMSNorm) -> torch.Tensor:
+        return kernels.norm(x.flatten(0, 1), norm.weight, norm.eps).view(x.shape)
+
     x = F.embedding(token_ids, model.embed_tokens)
     if patches is not None:
         assert media_rows is not None
         assert model.vision is not None
-        features = _see(model.vision, patches, grid_thw)
+        assert grid is not None
+        features = see(model.vision, patches, grid)
         x = x.flatten(0, 1).index_copy(0, media_rows, features.to(x.dtype)).view(x.shape)
     rotation = text_rotation(positions.flatten(), rotary_dim=config.rotary_dim, theta=config.rope_theta)
+    mask = None if documents is None else _document_mask(documents)
     index_losses: list[torch.Tensor] = []
     loads: list[torch.Tensor] = []
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
         attended, index_loss = _attention(
-            layer.self_attn, layer.input_layernorm(x), rotation, topk=topk, index_rows=index_rows
-        )
+            layer.self_attn, normed(layer.input_layernorm), rotation, kernels,
+            topk=topk, mask=mask, index_rows=index_rows,
+        )  # fmt: skip
         x = x + attended
-        normed = layer.post_attention_layernorm(x)
+        inner = normed(layer.post_attention_layernorm)
         if isinstance(layer.mlp, SparseMoE):
-            out, load = _moe(layer.mlp, normed)
+            out, load = _moe(layer.mlp, inner, kernels)
             loads.append(load)
         else:
-            out = layer.mlp(normed)
+            out = layer.mlp(inner)
         x = x + out
         if index_loss is not None:
             index_losses.append(index_loss)
-    return Output(model.norm(x), torch.stack(index_losses).mean(), loads)
+    index_loss = torch.stack(index_losses).mean() if index_losses else x.new_zeros(())
+    return Output(normed(model.norm), index_loss, loads)
 
 
-def _see(vision: MiniMaxM3Vision, patches: torch.Tensor, grid_thw: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+def see(vision: MiniMaxM3Vision, patches: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Features of all pictures and clips, as `vision` makes them. Rows of like length share an attention call."""
     config = vision.config
-    rotation = grid_rotation(
-        grid_thw,
-        head_dim=config.head_dim,
-        theta=config.rope_theta,
-        merge_size=config.spatial_merge_size,
-        device=patches.device,
-    )
-    groups, places = _groups([t * h * w for t, h, w in grid_thw], patches.device)
-    x = vision.pre_norm(vision.patch_embedding(patches))
+    rotation = grid.cos, grid.sin
+    x = vision.pre_norm(vision.patch_embedding(patches).index_select(0, grid.order))
     for layer in vision.layers:
         assert isinstance(layer, VisionLayer)
         attention = layer.self_attn
         qkv = attention.qkv_proj(layer.layer_norm1(x)).view(len(x), 3, attention.num_heads, -1)
-        q, k, v = rotate(qkv[:, 0], rotation), rotate(qkv[:, 1], rotation), qkv[:, 2]
+        qkv = torch.stack((rotate(qkv[:, 0], rotation), rotate(qkv[:, 1], rotation), qkv[:, 2]), dim=1)
         parts = []
-        for index, is_patch in groups:
-            rows = (part[index].transpose(1, 2) for part in (q, k, v))
+        for part, slots, is_patch in zip(qkv.split(grid.sizes), grid.slots, grid.is_patch, strict=True):
+            # Every patch has a slot of its own: an index with repeats would make the backward pass serial.
+            padded = part.new_zeros(is_patch.numel(), *part.shape[1:]).index_copy(0, slots, part)
+            rows = padded.view(*is_patch.shape, *part.shape[1:]).permute(2, 0, 3, 1, 4)
             out = F.scaled_dot_product_attention(*rows, attn_mask=is_patch[:, None, None])
-            parts.append(out.transpose(1, 2)[is_patch])
-        x = x + attention.out_proj(torch.cat(parts)[places].flatten(1))
+            parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, slots))
+        x = x + attention.out_proj(torch.cat(parts).flatten(1))
         x = x + layer.fc2(F.gelu(layer.fc1(layer.layer_norm2(x))))
     x = vision.projector_2(F.gelu(vision.projector_1(x)))
     merged = x.reshape(len(x) // config.num_merged_patches, -1)
-    return torch.as_tensor(vision.merge_2(F.gelu(vision.merge_1(merged))))
+    return torch.as_tensor(vision.merge_2(F.gelu(vision.merge_1(merged)))).index_select(0, grid.merged_order)
 
 
-def _groups(
-    row_lens: Sequence[int], device: torch.device
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-    """Rows of the grid by length, padded to a power of two: (patch of each place [n, L], whether it is one [n, L]).
-
-    Also where each patch stands when the groups' patches are put behind one another.
-    """
-    starts = np.cumsum([0, *row_lens])
-    by_length: dict[int, list[int]] = {}
-    for row, length in enumerate(row_lens):
-        by_length.setdefault(max(64, 1 << (length - 1).bit_length()), []).append(row)
-    groups, order = [], []
-    for length, rows in sorted(by_length.items()):
-        place = np.arange(length)
-        is_patch = place < np.asarray([row_lens[row] for row in rows])[:, None]
-        index = np.where(is_patch, starts[rows][:, None] + place, 0)
-        groups.append((torch.from_numpy(index).to(device), torch.from_numpy(is_patch).to(device)))
-        order.append(index[is_patch])
-    places = np.argsort(np.concatenate(order))
-    return groups, torch.from_numpy(places).to(device)
+def _document_mask(documents: torch.Tensor) -> torch.Tensor:
+    """[B, T] → [B, 1, T, T] bool: whether a token sees another."""
+    place = torch.arange(documents.shape[1], device=documents.device)
+    return ((documents[:, :, None] == documents[:, None]) & (place[:, None] >= place))[:, None]
 
 
-def _moe(moe: SparseMoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _moe(moe: SparseMoE, x: torch.Tensor, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
     """Every expert sees every token and counts with its weight, mostly 0: with small experts two GEMMs are fastest."""
     tokens = x.flatten(0, -2)
     with torch.autocast(x.device.type, enabled=False):
@@ -174,95 +166,103 @@ def _moe(moe: SparseMoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     experts = moe.experts
     share = weights.new_zeros(len(tokens), experts.num_experts).scatter(1, expert_ids, weights)
     inner = F.linear(tokens, experts.gate_up.flatten(0, 1)).unflatten(-1, (experts.num_experts, -1))
-    inner = swiglu_oai(inner, alpha=experts.alpha, limit=experts.limit) * share[..., None].to(inner.dtype)
+    inner = kernels.weighted_swiglu(inner, share, experts.alpha, experts.limit)
     routed = F.linear(inner.flatten(1), experts.down.transpose(0, 1).flatten(1))
     out = routed * moe.routed_scaling_factor + moe.shared_experts(tokens)
-    return out.view(x.shape), torch.bincount(expert_ids.flatten(), minlength=experts.num_experts)
+    return out.view(x.shape), (share.detach() > 0).sum(0)
 
 
 def _attention(
-    attention: MsaAttention, x: torch.Tensor, rotation: CosSin, *, topk: int | None, index_rows: torch.Tensor
+    attention: MsaAttention,
+    x: torch.Tensor,
+    rotation: CosSin,
+    kernels: Kernels,
+    *,
+    topk: int | None,
+    mask: torch.Tensor | None,
+    index_rows: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [B, T, hidden] → [B, T, hidden], and the index branch's loss on a sparse layer."""
     config, weight = attention.config, attention.in_proj.weight
     sizes = list(attention.projection_sizes.values())
     num_main = sum(sizes[:3])
+
+    def rotated(norm: GemmaRMSNorm, part: torch.Tensor) -> torch.Tensor:
+        """[B, T, heads · D], normalised per head and rotated → [B, heads, T, D]."""
+        heads = part.flatten(0, 1).unflatten(-1, (-1, norm.weight.shape[0]))
+        out = kernels.norm_rotate(heads, norm.weight, norm.eps, *rotation)
+        return out.unflatten(0, x.shape[:2]).transpose(1, 2)
+
     q, k, v = F.linear(x, weight[:num_main]).split(sizes[:3], dim=-1)
-    q = _rotated(attention.q_norm, q, config.head_dim, rotation)
-    k = _rotated(attention.k_norm, k, config.head_dim, rotation)
+    q, k = rotated(attention.q_norm, q), rotated(attention.k_norm, k)
     v = v.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+    is_selecting = attention.is_sparse and topk is not None and x.shape[1] > topk * config.block_size
     index_loss = None
-    if attention.is_sparse:
+    if attention.is_sparse and (is_selecting or index_rows is not None):
         # Detached: the index branch learns from the main branch and leaves it as it is.
         index_q, index_k = F.linear(x.detach(), weight[num_main:]).split(sizes[3:], dim=-1)
-        index_q = _rotated(attention.index_q_norm, index_q, config.index_dim, rotation)
-        index_k = _rotated(attention.index_k_norm, index_k, config.index_dim, rotation)[:, 0]
-        index_loss = _index_loss(q.detach(), k.detach(), index_q, index_k, index_rows, config)
-    if attention.is_sparse and topk is not None and x.shape[1] > topk * config.block_size:
-        out = _attend_selected(q, k, v, index_q.detach(), index_k.detach(), topk, config)
+        index_q, index_k = rotated(attention.index_q_norm, index_q), rotated(attention.index_k_norm, index_k)[:, 0]
+        if index_rows is not None:
+            index_loss = _index_loss(q.detach(), k.detach(), index_q, index_k, index_rows, config)
+    if is_selecting:
+        assert topk is not None
+        assert mask is None
+        is_chosen = select(index_q.detach(), index_k.detach(), topk, config.block_size)
+        out = _attend_selected(q, k, v, is_chosen, config)
     else:
         group = config.num_heads // config.num_kv_heads
-        out = F.scaled_dot_product_attention(
-            q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=True
-        )
+        keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=mask is None)
     return attention.o_proj(out.transpose(1, 2).flatten(2)), index_loss
 
 
-def _rotated(norm: GemmaRMSNorm, x: torch.Tensor, head_dim: int, rotation: CosSin) -> torch.Tensor:
-    """x [B, T, heads · D], normalised per head and rotated → [B, heads, T, D]."""
-    heads = norm(x.unflatten(-1, (-1, head_dim)))
-    cos, sin = (part.view(*x.shape[:2], 1, -1) for part in rotation)
-    first, second, rest = heads.split((cos.shape[-1], cos.shape[-1], head_dim - 2 * cos.shape[-1]), dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
-    return torch.cat((turned, rest), dim=-1).transpose(1, 2)
-
-
-def _attend_selected(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    index_q: torch.Tensor,
-    index_k: torch.Tensor,
-    topk: int,
-    config: TextConfig,
-) -> torch.Tensor:
-    """q [B, Hq, T, D] against the selected blocks of k and v [B, Hkv, T, D] → [B, Hq, T, D]. Chunk by chunk."""
-    num_sequences, num_heads, num_tokens, _ = q.shape
-    step = MAX_MASK_ELEMENTS // (num_sequences * num_heads * num_tokens) // config.block_size * config.block_size
-    step = min(max(step, config.block_size), num_tokens)
+@torch.no_grad()
+def select(index_q: torch.Tensor, index_k: torch.Tensor, topk: int, block_size: int) -> torch.Tensor:
+    """index_q [B, Hkv, T, Di], index_k [B, T, Di] → [B, Hkv, T, T / block] bool: the best blocks and a token's own."""
+    num_sequences, num_heads, num_tokens, _ = index_q.shape
+    num_blocks = num_tokens // block_size
+    step = max(1, MAX_MASK_ELEMENTS // (num_sequences * num_heads * num_tokens * block_size)) * block_size
     chunks = []
     for start in range(0, num_tokens, step):
         end = min(start + step, num_tokens)
-        parts = (q[:, :, start:end], k[:, :, :end], v[:, :, :end], index_q[:, :, start:end], index_k[:, :end])
-        chunks.append(checkpoint(_attend_chunk, *parts, start, topk, config, use_reentrant=False))
+        query = torch.arange(start, end, device=index_q.device)[:, None]
+        is_visible = query >= torch.arange(end, device=index_q.device)
+        scores = block_scores(index_q[:, :, start:end], index_k[:, :end], is_visible, block_size)
+        own = torch.arange(scores.shape[-1], device=index_q.device) == query // block_size
+        chosen = scores.masked_fill(own, torch.inf).topk(min(topk, scores.shape[-1]), dim=-1).indices
+        is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
+        chunks.append(F.pad(is_chosen, (0, num_blocks - scores.shape[-1])))
+    return torch.cat(chunks, dim=2)
+
+
+def _attend_selected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_chosen: torch.Tensor, config: TextConfig
+) -> torch.Tensor:
+    """q [B, Hq, T, D] against the chosen blocks of k and v [B, Hkv, T, D] → [B, Hq, T, D]. Chunk by chunk."""
+    num_sequences, _, num_tokens, _ = q.shape
+    size = config.block_size
+    step = max(1, MAX_MASK_ELEMENTS // (num_sequences * k.shape[1] * num_tokens * size)) * size
+    chunks = []
+    for start in range(0, num_tokens, step):
+        end = min(start + step, num_tokens)
+        parts = (q[:, :, start:end], k[:, :, :end], v[:, :, :end], is_chosen[:, :, start:end, : end // size])
+        chunks.append(checkpoint(_attend_chunk, *parts, start, size, use_reentrant=False))
     return torch.cat(chunks, dim=2)
 
 
 def _attend_chunk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    index_q: torch.Tensor,
-    index_k: torch.Tensor,
-    start: int,
-    topk: int,
-    config: TextConfig,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_chosen: torch.Tensor, start: int, block_size: int
 ) -> torch.Tensor:
     """Queries start, start + 1, … against all keys up to the last of them."""
-    size, end = config.block_size, k.shape[2]
-    with torch.no_grad():
-        query = torch.arange(start, start + q.shape[2], device=q.device)
-        is_visible = query[:, None] >= torch.arange(end, device=q.device)
-        scores = block_scores(index_q, index_k, is_visible, size)
-        own = torch.arange(scores.shape[-1], device=q.device)[None] == query[:, None] // size
-        chosen = scores.masked_fill(own, torch.inf).topk(min(topk, scores.shape[-1]), dim=-1).indices
-        is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
-        mask = is_chosen.repeat_interleave(size, dim=-1)[..., :end] & is_visible
-        group = q.shape[1] // k.shape[1]
-        mask = mask.repeat_interleave(group, dim=1)
-    return F.scaled_dot_product_attention(
-        q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), attn_mask=mask
-    )
+    num_kv_heads, end = k.shape[1], k.shape[2]
+    query = torch.arange(start, start + q.shape[2], device=q.device)
+    is_visible = (query[:, None] >= torch.arange(end, device=q.device)).unflatten(-1, (-1, block_size))
+    mask = (is_chosen[..., None] & is_visible).flatten(-2)
+    # A KV head's queries share its mask: here they are the heads of one sequence, which the mask is broadcast to.
+    q = q.unflatten(1, (num_kv_heads, -1)).flatten(0, 1)
+    k, v = (part.flatten(0, 1)[:, None].repeat(1, q.shape[1], 1, 1) for part in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.flatten(0, 1)[:, None])
+    return out.unflatten(0, (-1, num_kv_heads)).flatten(1, 2)
 
 
 def block_scores(
@@ -292,29 +292,19 @@ def _index_loss(
     losses = []
     for start in range(0, num_sequences, step):
         part = slice(start, start + step)
-        losses.append(
-            checkpoint(
-                _index_loss_part, q[part], k[part], index_q[part], index_k[part], rows[part], config,
-                use_reentrant=False,
-            )
-        )  # fmt: skip
+        is_visible = (rows[part, :, None] >= torch.arange(num_tokens, device=q.device))[:, None]
+        target = block_mass(_at(q[part], rows[part]), k[part], is_visible, config.block_size)
+        parts = (_at(index_q[part], rows[part]), index_k[part], is_visible, target, config)
+        losses.append(checkpoint(_divergence, *parts, use_reentrant=False))
     return torch.cat(losses).mean()
 
 
-def _index_loss_part(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    index_q: torch.Tensor,
-    index_k: torch.Tensor,
-    rows: torch.Tensor,
-    config: TextConfig,
+def _divergence(
+    index_q: torch.Tensor, index_k: torch.Tensor, is_visible: torch.Tensor, target: torch.Tensor, config: TextConfig
 ) -> torch.Tensor:
     """[b]: one mean for each sequence."""
-    size, num_tokens = config.block_size, k.shape[2]
-    is_visible = (rows[..., None] >= torch.arange(num_tokens, device=q.device))[:, None]
-    target = block_mass(_at(q, rows), k, is_visible, size)
     # Index scores are served without a scale; the softmax's temperature is the loss's own.
-    scores = block_scores(_at(index_q, rows), index_k, is_visible, size) * config.index_dim**-0.5
+    scores = block_scores(index_q, index_k, is_visible, config.block_size) * config.index_dim**-0.5
     # A block no token of which is visible has mass 0; its −inf must not meet that 0.
     log_share = scores.log_softmax(-1).masked_fill(scores.isinf(), 0.0)
     loss = (torch.xlogy(target, target) - target * log_share).sum(-1)
@@ -327,8 +317,8 @@ def block_mass(q: torch.Tensor, k: torch.Tensor, is_visible: torch.Tensor, block
     head's query heads, [B, Hkv, R, T / block]."""
     num_kv_heads = k.shape[1]
     grouped = q.unflatten(1, (num_kv_heads, -1))
-    logits = torch.einsum("bhgrd,bhtd->bhgrt", grouped, k).float() * q.shape[-1] ** -0.5
-    shares = logits.masked_fill(~is_visible[:, :, None], -torch.inf).softmax(-1)
+    logits = torch.einsum("bhgrd,bhtd->bhgrt", grouped, k).float().mul_(q.shape[-1] ** -0.5)
+    shares = logits.masked_fill_(~is_visible[:, :, None], -torch.inf).softmax(-1)
     return shares.unflatten(-1, (-1, block_size)).sum(-1).mean(2)
 
 

@@ -116,6 +116,10 @@ class Stage:
     max_context: int
     is_sparse: bool
     """Whether the sparse layers attend to selected blocks, or still to all."""
+    num_short: int
+    """Pictures, clips and tool calls of a step."""
+    max_picture_side: int
+    """Pixels, of a square of a picture's area."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +127,10 @@ class Recipe:
     stages: tuple[Stage, ...]
     tokens_per_step: int
     """Of the long texts."""
-    short_per_step: int
-    """Pictures, clips and tool calls."""
-    max_picture_side: int
     learning_rate: float
     warm_up_steps: int
     num_index_rows: int
-    """Queries of each sequence that the index branch learns from."""
+    """Queries of each sequence that the index branch learns from, at most; fewer of short ones."""
     weight_decay: float = 0.05
     text_weight: float = 0.1
     """Of the loss on what is not a reply."""
@@ -139,6 +140,8 @@ class Recipe:
     max_position: int = 140_000
     """Up to where positions are stretched."""
     stretch_share: float = 0.6
+    short_shares: tuple[float, float, float] = (0.55, 0.2, 0.25)
+    """Of pictures, clips and tool calls."""
     mixed_share: float = 0.35
     """Of the long texts: with a picture in the middle."""
     prose_share: float = 0.25
@@ -149,23 +152,22 @@ class Recipe:
 
 FULL = Recipe(
     stages=(
-        Stage(0.18, 256, 1024, is_sparse=False),
-        Stage(0.16, 1024, 4096, is_sparse=False),
-        Stage(0.26, 2048, 8192, is_sparse=True),
-        Stage(0.40, 4096, 16384, is_sparse=True),
+        Stage(0.16, 192, 1024, is_sparse=False, num_short=224, max_picture_side=320),
+        Stage(0.14, 512, 4096, is_sparse=False, num_short=160, max_picture_side=640),
+        Stage(0.25, 1024, 8192, is_sparse=True, num_short=128, max_picture_side=1000),
+        Stage(0.45, 2048, 16384, is_sparse=True, num_short=128, max_picture_side=1000),
     ),
     tokens_per_step=65_536,
-    short_per_step=96,
-    max_picture_side=1000,
-    learning_rate=1.5e-3,
-    warm_up_steps=200,
+    learning_rate=2e-3,
+    warm_up_steps=150,
     num_index_rows=192,
 )
 SMOKE = Recipe(
-    stages=(Stage(0.5, 256, 300, is_sparse=False), Stage(0.5, 500, 600, is_sparse=True)),
+    stages=(
+        Stage(0.5, 256, 300, is_sparse=False, num_short=2, max_picture_side=100),
+        Stage(0.5, 500, 600, is_sparse=True, num_short=2, max_picture_side=100),
+    ),
     tokens_per_step=512,
-    short_per_step=1,
-    max_picture_side=100,
     learning_rate=3e-3,
     warm_up_steps=2,
     num_index_rows=24,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from examples.train_tiny.checkpoint import export, write_small_files
 from examples.train_tiny.data import Batch, Batches
+from examples.train_tiny.kernels import Kernels, agree
 from examples.train_tiny.model import balance_experts, build, forward
 from examples.train_tiny.recipe import FULL, SMOKE, Recipe
 from msaserve.config import ModelConfig
@@ -25,8 +27,6 @@ from msaserve.models.minimax_m3 import MiniMaxM3
 
 STATE = "state.pt"
 CHECKPOINT = "checkpoint"
-TEXT_SHARE = 0.25
-"""Of the tokens that are no reply: those whose loss is computed."""
 
 
 class Clock:
@@ -82,30 +82,35 @@ def make_optimizer(model: MiniMaxM3, recipe: Recipe) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-def losses(model: MiniMaxM3, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The loss of one batch, and what to log of it."""
+def losses(
+    model: MiniMaxM3, batch: Batch, recipe: Recipe, kernels: Kernels | None = None
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The loss of one batch, and what to log of it. Nothing here waits for the device."""
     output = forward(
         model,
         batch.token_ids,
         batch.positions,
         topk=batch.topk,
         index_rows=batch.index_rows,
+        documents=batch.documents,
         media_rows=batch.media_rows,
         patches=batch.normalized_patches(),
-        grid_thw=batch.grid_thw,
+        grid=batch.grid,
+        kernels=kernels,
     )
-    is_text = batch.is_text & (torch.rand(batch.is_text.shape, device=batch.is_text.device) < TEXT_SHARE)
-    reply_loss, is_right = _predict(model, output.hidden, batch.token_ids, batch.is_reply)
-    text_loss, _ = _predict(model, output.hidden, batch.token_ids, is_text)
+    hidden = output.hidden.flatten(0, 1)
+    logits = model.logits(hidden.index_select(0, batch.reply_rows))
+    reply_loss = F.cross_entropy(logits, batch.reply_labels)
+    text_loss = F.cross_entropy(model.logits(hidden.index_select(0, batch.text_rows)), batch.text_labels)
     loss = reply_loss + recipe.text_weight * text_loss + output.index_loss
     # A reply whose every token is the likeliest is what greedy decoding says.
-    numbers = batch.reply_number[batch.is_reply]
-    right = torch.ones(len(batch.reply_skills), device=numbers.device)
-    right.scatter_reduce_(0, numbers, is_right.float(), "amin")
+    is_right = logits.detach().argmax(-1) == batch.reply_labels
+    right = torch.ones(len(batch.reply_skills), device=hidden.device)
+    right.scatter_reduce_(0, batch.reply_numbers, is_right.float(), "amin")
     log = {
         "reply": reply_loss.detach(),
         "text": text_loss.detach(),
-        "index": output.index_loss.detach(),
+        "index": None if batch.index_rows is None else output.index_loss.detach(),
         "right": right,
         "skills": batch.reply_skills,
         "loads": output.expert_loads,
@@ -113,23 +118,34 @@ def losses(model: MiniMaxM3, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor
     return loss, log
 
 
-def _predict(
-    model: MiniMaxM3, hidden: torch.Tensor, token_ids: torch.Tensor, where: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean loss of the tokens at `where` [B, T], and whether each is the likeliest."""
-    logits = model.logits(hidden[:, :-1][where[:, 1:]])
-    labels = token_ids[:, 1:][where[:, 1:]]
-    return F.cross_entropy(logits, labels), logits.argmax(-1) == labels
+def choose_kernels(device: torch.device) -> Kernels:
+    """Compiled ones on a GPU if they give what the plain ones give there."""
+    if device.type != "cuda":
+        return Kernels()
+    start = time.monotonic()
+    try:
+        compiled = Kernels(compiled=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            is_right = agree(compiled, Kernels(), device, torch.bfloat16)
+    except Exception as error:
+        print(f"kernels are not compiled: {error!r:.500}", flush=True)
+        return Kernels()
+    print(f"kernels are {'compiled' if is_right else 'plain'}: {time.monotonic() - start:.1f} s", flush=True)
+    return compiled if is_right else Kernels()
 
 
 def train(arguments: argparse.Namespace) -> float:
     """Returns the last mean loss of replies."""
+    started = time.monotonic()
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
+    # cuDNN's attention makes a plan for each new shape, and here every step has new ones.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     recipe: Recipe = SMOKE if arguments.smoke else FULL
     device = torch.device(arguments.device)
     out: Path = arguments.out
-    write_small_files(out / CHECKPOINT)
+    if not (out / CHECKPOINT / "config.json").exists():
+        write_small_files(out / CHECKPOINT)
     config = ModelConfig.from_checkpoint(out / CHECKPOINT)
     state_path: Path = (arguments.state or out) / STATE
     model, step, spent_s = build(config, seed=arguments.seed), 0, 0.0
@@ -142,10 +158,6 @@ def train(arguments: argparse.Namespace) -> float:
         model.load_state_dict(load_model(arguments.resume_from, config=config).state_dict())
         progress = json.loads((arguments.resume_from / "progress.json").read_text())
         step, spent_s = progress["step"], progress["spent_s"]
-    model.to(device)
-    optimizer = make_optimizer(model, recipe)
-    if saved is not None:
-        optimizer.load_state_dict(saved["optimizer"])
     first_step = step if saved is None else 0
     clock = Clock(minutes=arguments.minutes, steps=arguments.steps, spent_s=spent_s)
     loader = DataLoader(
@@ -156,39 +168,70 @@ def train(arguments: argparse.Namespace) -> float:
         prefetch_factor=2 if arguments.workers else None,
         pin_memory=device.type == "cuda",
     )
-    stop_at = time.monotonic() + 60 * arguments.max_minutes
+    # The processes begin while the device is made ready.
+    coming = iter(loader)
+    model.to(device)
+    optimizer = make_optimizer(model, recipe)
+    if saved is not None:
+        optimizer.load_state_dict(saved["optimizer"])
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    kernels = Kernels() if arguments.plain else choose_kernels(device)
+    save_at = time.monotonic() + 60 * arguments.save_minutes
     reply_loss, log = math.inf, Log(out / "log.jsonl")
-    for batches in loader:
+    waited_s = 0.0
+    while True:
         progress_now = clock.progress(step)
-        if progress_now >= 1.0 or time.monotonic() > stop_at:
+        if progress_now >= 1.0 or time.monotonic() - started > 60 * arguments.max_minutes:
             break
+        before = time.monotonic()
+        batches = next(coming)
+        waited_s += time.monotonic() - before
         rate = learning_rate(recipe, step - first_step, progress_now)
         for group in optimizer.param_groups:
             group["lr"] = rate
         for batch in batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss, values = losses(model, batch.to(device), recipe)
+                loss, values = losses(model, batch.to(device), recipe, kernels)
             (loss / len(batches)).backward()
             balance_experts(model, values["loads"], recipe.expert_bias_step)
             log.add(values)
-        norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
-        # A batch that overflowed teaches nothing; the weights must outlive it.
-        if torch.isfinite(norm):
-            optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        # A batch that overflowed teaches nothing; the weights must outlive it. The device decides by itself.
+        finite = torch.isfinite(norm)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = torch.where(finite, parameter.grad, 0.0)
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
         if step % arguments.log_every == 0:
-            reply_loss = log.write(step, clock, stage_at(recipe, progress_now), rate, float(norm))
-    export(model, out / CHECKPOINT)
-    (out / CHECKPOINT / "progress.json").write_text(json.dumps({"step": step, "spent_s": clock.spent_s}) + "\n")
-    state_path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "spent_s": clock.spent_s},
-        state_path,
-    )
+            reply_loss = log.write(step, clock, stage_at(recipe, progress_now), rate, float(norm), waited_s)
+            waited_s = 0.0
+        if time.monotonic() > save_at:
+            save(model, optimizer, out, state_path, step=step, spent_s=clock.spent_s)
+            save_at = time.monotonic() + 60 * arguments.save_minutes
+    save(model, optimizer, out, state_path, step=step, spent_s=clock.spent_s)
     is_done = clock.progress(step) >= 1.0
     print(f"{'done' if is_done else 'to be resumed'}: step {step}, {clock.spent_s / 60:.1f} minutes", flush=True)
     return reply_loss
+
+
+def save(
+    model: MiniMaxM3, optimizer: torch.optim.Optimizer, out: Path, state_path: Path, *, step: int, spent_s: float
+) -> None:
+    """The state to resume from, and the checkpoint; each is whole at any moment."""
+    state_path.parent.mkdir(parents=True, exist_ok=True)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "spent_s": spent_s}
+    torch.save(state, state_path.with_suffix(".new"))
+    state_path.with_suffix(".new").replace(state_path)
+    new, old = out / f"{CHECKPOINT}.new", out / f"{CHECKPOINT}.old"
+    for directory in (new, old):
+        shutil.rmtree(directory, ignore_errors=True)
+    export(model, new)
+    (new / "progress.json").write_text(json.dumps({"step": step, "spent_s": round(spent_s, 1)}) + "\n")
+    (out / CHECKPOINT).rename(old)
+    new.rename(out / CHECKPOINT)
+    shutil.rmtree(old)
 
 
 class Log:
@@ -202,13 +245,14 @@ class Log:
     def add(self, values: dict[str, Any]) -> None:
         self._values.append(values)
 
-    def write(self, step: int, clock: Clock, stage: int, rate: float, norm: float) -> float:
+    def write(self, step: int, clock: Clock, stage: int, rate: float, norm: float, waited_s: float) -> float:
         right: dict[str, list[float]] = defaultdict(list)
         for values in self._values:
             for skill, share in zip(values["skills"], values["right"].tolist(), strict=True):
                 right[skill].append(share)
         means = {
-            name: float(torch.stack([v[name] for v in self._values]).mean()) for name in ("reply", "text", "index")
+            name: float(torch.stack([v[name] for v in self._values if v[name] is not None]).mean())
+            for name in ("reply", "text", "index")
         }
         line = {
             "step": step,
@@ -217,6 +261,7 @@ class Log:
             "rate": rate,
             "norm": norm,
             "seconds": round(time.monotonic() - self._time, 2),
+            "waited": round(waited_s, 2),
             **{name: round(value, 4) for name, value in means.items()},
             **{f"right_{skill}": round(sum(shares) / len(shares), 4) for skill, shares in sorted(right.items())},
         }
@@ -235,9 +280,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume-from", type=Path, help="an exported checkpoint, if there is no state.pt")
     parser.add_argument("--minutes", type=float, default=22.0, help="of the whole training, over all runs")
     parser.add_argument("--max-minutes", type=float, default=1e9, help="of this run: then save and stop")
+    parser.add_argument("--save-minutes", type=float, default=3.0, help="between checkpoints")
+    parser.add_argument("--plain", action="store_true", help="compile no kernels")
     parser.add_argument("--steps", type=int, help="measure progress by steps in place of time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=12, help="processes that make batches")
+    parser.add_argument("--workers", type=int, default=20, help="processes that make batches")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--smoke", action="store_true", help="tiny batches, to see that everything works")

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from examples.train_tiny import data, evaluate, model, plot, recipe, train
+from examples.train_tiny import data, evaluate, kernels, model, plot, recipe, train
+from examples.train_tiny.grid import arrange
 from msaserve import pixels
-from msaserve.config import ModelConfig
+from msaserve.config import ModelConfig, VisionConfig
 from msaserve.eval import picture, tool, video, words
 from msaserve.eval.example import Example
 from msaserve.llm import LLM
@@ -43,6 +44,12 @@ def trained_forward(directory: Path, token_ids: torch.Tensor, **media: Any) -> t
         rows = torch.zeros((1, 1), dtype=torch.int64)
         out = model.forward(served, padded, positions, topk=TOPK, index_rows=rows, **media)
         return served.logits(out.hidden[0, :num_tokens])
+
+
+def vision_config(directory: Path) -> VisionConfig:
+    vision = ModelConfig.from_checkpoint(directory).vision
+    assert vision is not None
+    return vision
 
 
 def text_prompt(num_tokens: int) -> torch.Tensor:
@@ -94,7 +101,11 @@ def test_forward_sees_what_transformers_sees(narrow: Path, oracle: Any, skill: s
     patches = torch.from_numpy(pixels.normalize(item.patches))
     is_media = data.Writer(narrow).is_media(sequence.token_ids)
     logits = trained_forward(
-        narrow, token_ids, media_rows=torch.from_numpy(np.flatnonzero(is_media)), patches=patches, grid_thw=grid
+        narrow,
+        token_ids,
+        media_rows=torch.from_numpy(np.flatnonzero(is_media)),
+        patches=patches,
+        grid=arrange(grid, vision_config(narrow)),
     )
     names = ("pixel_values", "image_grid_thw") if skill == "picture" else ("pixel_values_videos", "video_grid_thw")
     with torch.no_grad():
@@ -108,7 +119,8 @@ def test_pictures_and_clips_at_once_are_seen_as_the_served_tower_sees_them(untra
     patches = torch.randn(num_patches, 1176, generator=torch.Generator().manual_seed(0))
     assert made.vision is not None
     with torch.no_grad():
-        seen, known = model._see(made.vision, patches, grid), made.embed_media(patches, grid)
+        seen = model.see(made.vision, patches, arrange(grid, made.vision.config))
+        known = made.embed_media(patches, grid)
     assert seen.shape == known.shape
     assert relative_error(seen, known) < 1e-5
 
@@ -170,6 +182,42 @@ def test_chunks_of_selected_attention_join(narrow: Path, monkeypatch: pytest.Mon
     assert relative_error(trained_forward(narrow, token_ids), whole) < 1e-6
 
 
+def test_documents_of_a_sequence_do_not_see_each_other(untrained: Path) -> None:
+    made, token_ids = load_model(untrained), text_prompt(384)
+    documents = torch.tensor([0] * 100 + [1] * 150 + [2] * 100 + [-1] * 34)[None]
+    positions = torch.cat([torch.arange(n) for n in (100, 150, 100, 34)])[None]
+    with torch.no_grad():
+        packed = model.forward(made, token_ids, positions, topk=None, index_rows=None, documents=documents)
+        assert float(packed.index_loss) == 0.0
+        for start, end in ((0, 100), (100, 250), (250, 350)):
+            alone = torch.nn.functional.pad(token_ids[:, start:end], (0, -(end - start) % 128))
+            known = model.forward(made, alone, torch.arange(alone.shape[1])[None], topk=None, index_rows=None)
+            assert relative_error(packed.hidden[0, start:end], known.hidden[0, : end - start]) < 1e-5
+
+
+def test_short_examples_are_packed(untrained: Path) -> None:
+    batches = data.Batches(recipe.FULL, untrained, seed=1)
+    batch = batches._short(random.Random(0), recipe.Stage(1.0, 256, 300, False, num_short=12, max_picture_side=200))
+    assert batch.documents is not None
+    assert batch.token_ids.shape[1] <= data.PACKED_LENGTH
+    pad = recipe.token_id("]!p~[")
+    assert ((batch.documents == -1) == (batch.token_ids == pad)).all()
+    # Each document begins with the template's first token, at position 0.
+    begins = batch.token_ids == recipe.token_id("]~!b[")
+    assert int(begins.sum()) == 12 == sum(int(row.max()) + 1 for row in batch.documents)
+    assert not batch.positions[begins].any()
+    assert set(batch.reply_skills) == {"picture", "video", "tool"}
+
+
+def test_compiled_kernels_agree() -> None:
+    """What decides on a GPU whether compiled kernels run can tell right from wrong."""
+    device = torch.device("cpu")
+    plain, wrong = kernels.Kernels(), kernels.Kernels()
+    assert kernels.agree(plain, plain, device, torch.float32)
+    wrong.norm = lambda x, weight, eps: kernels.norm(x, weight * 1.1, eps)
+    assert not kernels.agree(wrong, plain, device, torch.float32)
+
+
 def test_experts_are_balanced(untrained: Path) -> None:
     made = load_model(untrained)
     router = made.layers[1].mlp.router  # type: ignore[union-attr]
@@ -203,13 +251,16 @@ def test_batches_are_seeded_and_positions_stretch(untrained: Path) -> None:
     for one, two in zip(batches[5, 1], again, strict=True):
         assert torch.equal(one.token_ids, two.token_ids)
         assert torch.equal(one.positions, two.positions)
+        assert torch.equal(one.text_rows, two.text_rows)
         assert one.topk == two.topk
-        assert not (one.is_reply & one.is_text).any()
-        assert (one.reply_number >= 0).eq(one.is_reply).all()
-        assert int(one.reply_number.max()) + 1 == len(one.reply_skills)
+        assert not set(one.reply_rows.tolist()) & set(one.text_rows.tolist())
+        for rows, labels in ((one.reply_rows, one.reply_labels), (one.text_rows, one.text_labels)):
+            assert torch.equal(one.token_ids.flatten()[rows + 1], labels)
+        assert one.reply_numbers.unique().tolist() == list(range(len(one.reply_skills)))
         if one.patches is not None:
             assert one.media_rows is not None
-            assert len(one.media_rows) * 4 == len(one.patches) == sum(t * h * w for t, h, w in one.grid_thw)
+            assert one.grid is not None
+            assert len(one.media_rows) * 4 == len(one.patches) == len(one.grid.order)
             normalized = one.normalized_patches()
             assert normalized is not None
             assert np.allclose(normalized.numpy(), pixels.normalize(one.patches.numpy()), atol=1e-6)
@@ -239,6 +290,7 @@ def test_stages_and_rates() -> None:
     full = recipe.FULL
     assert sum(stage.share for stage in full.stages) == pytest.approx(1.0)
     assert [train.stage_at(full, p) for p in (0.0, 0.2, 0.5, 0.9, 1.0)] == [0, 1, 2, 3, 3]
+    assert [stage.is_sparse for stage in full.stages] == [False, False, True, True]
     assert train.learning_rate(full, 0, 0.0) < 0.02 * full.learning_rate
     assert train.learning_rate(full, 10_000, 1.0) == pytest.approx(full.learning_rate / 20)
     assert not any(stage.is_sparse for stage in full.stages[:2])
