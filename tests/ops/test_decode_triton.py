@@ -196,6 +196,15 @@ def test_dense_attention(name: str, group: int, kv_heads: int, block: int, monke
     assert got.isfinite().all()
 
 
+def test_dense_attention_of_8_bits_and_scales() -> None:
+    case = batch([(1, 300), (2, 130)])
+    caches = [c.nan_to_num(0).clamp(-2, 2).to(torch.float8_e4m3fn) for c in (case.k_cache, case.v_cache)]
+    scales = {"k_scale": torch.tensor([0.5, 2.0], device=DEVICE), "v_scale": torch.tensor(3.0, device=DEVICE)}
+    got = ops.dense_attend(case.q, *caches, *case.where, **case.lens, **scales, impl="triton_decode")
+    want = ops.dense_attend(case.q, *caches, *case.where, **case.lens, **scales, impl="reference")
+    assert relative_error(got, want) < 1e-3
+
+
 @pytest.mark.parametrize("topk", [1, 5])
 def test_page_table(topk: int) -> None:
     case = batch(BATCHES["verification"] + BATCHES["ragged"])

@@ -10,6 +10,7 @@ from msaserve.ops.select_blocks.decode_triton import MAX_QUERY_LEN, launch_optio
 from msaserve.ops.sparse_attend.decode_triton import (
     LOG2_E,
     add_tokens,
+    head_step,
     load_group,
     merge,
     normalised,
@@ -38,6 +39,8 @@ def dense_kernel(
     out,
     partial_out,
     partial_lse,
+    k_scale,
+    v_scale,
     num_requests,
     scale_log2,
     stride_qt,
@@ -51,6 +54,8 @@ def dense_kernel(
     stride_b,
     stride_ot,
     stride_oh,
+    stride_ks,
+    stride_vs,
     BP: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -58,6 +63,8 @@ def dense_kernel(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALED_K: tl.constexpr,
+    SCALED_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Pieces program_id(0), + SPLITS, … of TILE tokens, for KV head program_id(1) and query token program_id(2)."""
@@ -73,7 +80,9 @@ def dense_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    q = load_group(q_ptr, row, head, stride_qt, stride_qh, G, D)
+    q = load_group(q_ptr, row, head, stride_qt, stride_qh, G, D, k_ptr.dtype.element_ty.primitive_bitwidth == 8)
+    if SCALED_K:
+        scale_log2 *= tl.load(k_scale + head * stride_ks)
     d = tl.arange(0, D)
     offset = tl.arange(0, TILE)
     best = tl.full((16,), float("-inf"), tl.float32)
@@ -96,6 +105,8 @@ def dense_kernel(
         page = tl.load(table + (piece + SPLITS) // PARTS, mask=piece + SPLITS < pieces, other=0)
         best, total, acc = add_tokens(q, k, v, is_seen, best, total, acc, scale_log2)
     acc, lse = normalised(best, total, acc)
+    if SCALED_V:
+        acc *= tl.load(v_scale + head * stride_vs)
     store_group(acc, lse, out, partial_out, partial_lse, row, head, split, stride_ot, stride_oh, G, D, SPLITS)
 
 
@@ -109,8 +120,6 @@ def why_not(
     *,
     max_query_len: int,
     max_seq_len: int,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     **_: object,
 ) -> str | None:
     """None if `dense_attend` serves these arguments, else the reason. Whether Triton runs is asked before."""
@@ -120,8 +129,6 @@ def why_not(
         return f"{q.shape[1] // k_cache.shape[2]} query heads to a KV head are more than 16"
     if q.shape[2] not in (64, 128) or k_cache.shape[1] not in (64, 128):
         return f"head dim {q.shape[2]} and block size {k_cache.shape[1]} must be 64 or 128"
-    if k_scale is not None or v_scale is not None:
-        return "scales are not served"
     if min(q.shape[0], block_table.numel(), max_seq_len) == 0:
         return "nothing to attend to"
     if any(x.stride(-1) != 1 for x in (q, block_table, seq_lens, cu_query_lens)):
@@ -141,8 +148,8 @@ def dense_attend(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
-    k_scale: None = None,
-    v_scale: None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The splits depend on shapes and max_seq_len only: a row has the same bits in every batch that is split alike."""
     num_rows, num_heads, dim = q.shape
@@ -162,6 +169,8 @@ def dense_attend(
         out,
         partial_out,
         partial_lse,
+        k_scale,
+        v_scale,
         seq_lens.shape[0],
         scale * LOG2_E,
         q.stride(0),
@@ -171,6 +180,8 @@ def dense_attend(
         block_table.stride(0),
         out.stride(0),
         out.stride(1),
+        head_step(k_scale),
+        head_step(v_scale),
         BP=triton.next_power_of_2(seq_lens.shape[0]),
         G=num_heads // num_kv_heads,
         D=dim,
@@ -178,6 +189,8 @@ def dense_attend(
         TILE=TILE,
         SPLITS=splits,
         STAGES=3,
+        SCALED_K=k_scale is not None,
+        SCALED_V=v_scale is not None,
         num_warps=4,
         **launch_options(q),
     )

@@ -102,11 +102,12 @@ def attend_pieces(
 
 
 @triton.jit
-def load_group(q_ptr, row, head, stride_qt, stride_qh, G: tl.constexpr, D: tl.constexpr):
-    """[16, D]: the query heads of KV head `head`, zeros after the last of them."""
+def load_group(q_ptr, row, head, stride_qt, stride_qh, G: tl.constexpr, D: tl.constexpr, NARROW: tl.constexpr):
+    """[16, D]: the query heads of KV head `head`, zeros after the last of them. float16 beside 8-bit caches."""
     g = tl.arange(0, 16)
     at = row * stride_qt + (head * G + g)[:, None] * stride_qh + tl.arange(0, D)[None, :]
-    return tl.load(q_ptr + at, mask=(g < G)[:, None], other=0.0)
+    q = tl.load(q_ptr + at, mask=(g < G)[:, None], other=0.0)
+    return q.to(tl.float16) if NARROW else q
 
 
 @triton.jit
@@ -195,7 +196,7 @@ def attend_kernel(
     ids = tl.load(block_ids + head * stride_ih + row * stride_it + place, mask=place < S, other=-1)
     if SCALED_K:
         scale_log2 *= tl.load(k_scale + head * stride_ks)
-    q = load_group(q_ptr, row, head, stride_qt, stride_qh, G, D)
+    q = load_group(q_ptr, row, head, stride_qt, stride_qh, G, D, k_ptr.dtype.element_ty.primitive_bitwidth == 8)
     acc, lse = attend_pieces(
         q,
         k_ptr,
