@@ -14,7 +14,7 @@ from msaserve.ops.checks import (
     check_shapes,
 )
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, on_card, on_card_as_checked
+from msaserve.ops.hopper import ask_later, by_name, on_card, on_card_as_checked
 
 
 def _why_not_paged(
@@ -61,6 +61,12 @@ IMPLS = (
     ),
     Impl("reference_kv_major", "msaserve.ops.sparse_attend.reference_kv_major:sparse_attend", always, _kv_major_pays),
     Impl("reference", "msaserve.ops.sparse_attend.reference:sparse_attend", always),
+    Impl(
+        "cudnn_paged",
+        "msaserve.ops.sparse_attend.cudnn_paged:sparse_attend",
+        ask_later("msaserve.ops.sparse_attend.cudnn_paged:why_not"),
+        by_name,
+    ),
     Impl("reference_paged", "msaserve.ops.sparse_attend.reference_paged:sparse_attend", _why_not_paged),
 )
 
@@ -100,8 +106,8 @@ def sparse_attend(
         (float64 for float64 queries). Slots that no query may see are never part of a sum, whatever they hold.
 
     Implementations: "reference" goes query by query, "reference_kv_major" loads each block once for all the queries
-    that chose it, "reference_paged" turns KV heads into batch rows of an ordinary paged attention. They agree up to
-    rounding. Of each, a request has the same bits alone and in a batch, and wherever its pages lie.
+    that chose it, "reference_paged" and "cudnn_paged" turn KV heads into batch rows of an ordinary paged attention.
+    They agree up to rounding. Of each, a request has the same bits alone and in a batch, and wherever its pages lie.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
