@@ -17,8 +17,12 @@ __version__ = "0.1.0.dev0"
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from msaserve.llm import LLM
-
+        try:
+            from msaserve.llm import LLM
+        except ModuleNotFoundError as error:
+            if str(error.name).startswith("msaserve"):
+                raise
+            raise ImportError(f"msaserve.LLM needs {error.name}: pip install 'msaserve[engine]'") from error
         return LLM
     if name == "SamplingParams":
         from msaserve.types import SamplingParams

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 import tyro
@@ -17,10 +17,8 @@ import msaserve
 from msaserve.config import EngineConfig, ModelConfig
 from msaserve.errors import CheckpointError, InvalidRequestError, MsaserveError
 from msaserve.eval.command import Eval
-from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.command import Gateway
 from msaserve.serve import Serve
-from msaserve.tokenizer import Tokenizer
 from msaserve.worker.command import Worker
 
 GIB = 2**30
@@ -32,6 +30,8 @@ EngineOptions = Annotated[EngineConfig, tyro.conf.arg(name="")]
 @dataclass(frozen=True)
 class Generate:
     """Complete prompts without a server and print the texts."""
+
+    needs: ClassVar[str] = "engine"
 
     checkpoint: Checkpoint
     engine: EngineOptions = field(default_factory=EngineConfig)
@@ -105,6 +105,8 @@ class Generate:
 class Check:
     """Say what a checkpoint is, whether it can be served, and what fits into memory. Loads no weights."""
 
+    needs: ClassVar[str] = "engine"
+
     checkpoint: Checkpoint
     memory: float = 80.0
     """GiB for weights and cache together."""
@@ -112,7 +114,9 @@ class Check:
     """Of weights and cache."""
 
     def run(self) -> int:
+        from msaserve.gateway.chat import ChatTemplate
         from msaserve.models.memory_plan import plan_memory, weight_bytes
+        from msaserve.tokenizer import Tokenizer
 
         config = ModelConfig.from_checkpoint(self.checkpoint)
         tokenizer = Tokenizer.load(self.checkpoint)
@@ -157,23 +161,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments in (["--version"], ["-V"]):
         print(f"msaserve {msaserve.__version__}")
         return 0
+    command: Serve | Worker | Gateway | Generate | Eval | Check = tyro.cli(
+        Annotated[Serve, tyro.conf.subcommand("serve")]
+        | Annotated[Worker, tyro.conf.subcommand("worker")]
+        | Annotated[Gateway, tyro.conf.subcommand("gateway")]
+        | Annotated[Generate, tyro.conf.subcommand("generate")]
+        | Annotated[Eval, tyro.conf.subcommand("eval")]
+        | Annotated[Check, tyro.conf.subcommand("check")],
+        prog="msaserve",
+        description="Serve MiniMax-M3 and models of its kind. `msaserve --version` prints the version.",
+        args=arguments,
+    )
     try:
-        command: Serve | Worker | Gateway | Generate | Eval | Check = tyro.cli(
-            Annotated[Serve, tyro.conf.subcommand("serve")]
-            | Annotated[Worker, tyro.conf.subcommand("worker")]
-            | Annotated[Gateway, tyro.conf.subcommand("gateway")]
-            | Annotated[Generate, tyro.conf.subcommand("generate")]
-            | Annotated[Eval, tyro.conf.subcommand("eval")]
-            | Annotated[Check, tyro.conf.subcommand("check")],
-            prog="msaserve",
-            description="Serve MiniMax-M3 and models of its kind. `msaserve --version` prints the version.",
-            args=arguments,
-        )
         return command.run()
     except (CheckpointError, InvalidRequestError) as error:
         return _fail(str(error), 2)
     except MsaserveError as error:
         return _fail(str(error), 1)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("msaserve"):
+            raise
+        return _fail(f"this needs {error.name}, which is not installed: pip install 'msaserve[{command.needs}]'", 1)
     except KeyboardInterrupt:
         return 130
 

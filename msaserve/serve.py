@@ -1,28 +1,25 @@
-"""`msaserve serve`: a gateway, and one worker in a process of its own. Loads no torch here."""
+"""`msaserve serve`: a gateway, and one worker in a process of its own. Importing this loads nothing of either."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
 from msaserve.config import EngineConfig, ModelConfig
-from msaserve.gateway.app import create_app
-from msaserve.gateway.chat import ChatTemplate
-from msaserve.gateway.command import HttpOptions, announce
-from msaserve.gateway.grpc_client import GrpcClient
+from msaserve.gateway.command import HttpOptions
 from msaserve.gateway.media.options import MediaOptions
-from msaserve.gateway.server import run
 from msaserve.loop import run_loop
-from msaserve.tokenizer import Tokenizer
-from msaserve.worker.process import WorkerProcess
 
 
 @dataclass(frozen=True)
 class Serve:
     """Serve a checkpoint over HTTP, as OpenAI's API: a gateway in this process, and a worker in another."""
+
+    needs: ClassVar[str] = "all"
+    """The extra that brings what it imports."""
 
     checkpoint: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
     """Directory of config.json, weights, tokenizer.json and chat template."""
@@ -31,14 +28,24 @@ class Serve:
     http: Annotated[HttpOptions, tyro.conf.arg(name="")] = field(default_factory=HttpOptions)
 
     def run(self) -> int:
+        from msaserve.worker.process import WorkerProcess
+
         # What fails fast comes first: the address, the configuration, the small files, then the weights.
         listener = self.http.listen()
         config = ModelConfig.from_checkpoint(self.checkpoint)
         name = self.http.served_model_name or self.checkpoint.resolve().name
+        # The worker imports and loads while this process does the same with its part.
         with WorkerProcess(self.checkpoint, self.engine, name) as worker:
+            from msaserve.gateway.app import create_app
+            from msaserve.gateway.chat import ChatTemplate
+            from msaserve.gateway.grpc_client import GrpcClient
+            from msaserve.gateway.launch import announce, settings_of
+            from msaserve.gateway.server import run
+            from msaserve.tokenizer import Tokenizer
+
             # All that blocks stands outside the event loop, which would put a Ctrl-C off.
             tokenizer, template = Tokenizer.load(self.checkpoint), ChatTemplate.load(self.checkpoint)
-            settings = self.http.settings(name, config.generation)
+            settings = settings_of(self.http, name, config.generation)
             media = self.media.pipeline(self.checkpoint)
             address = worker.wait_ready()
 

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -15,7 +15,6 @@ from msaserve import env
 from msaserve.config import EngineConfig
 from msaserve.errors import InvalidRequestError
 from msaserve.eval.run import Answerer, Result, Skill, make_examples, plot, rows, run
-from msaserve.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 3.5
 """Assumed of a server whose tokenizer is not at hand."""
@@ -24,6 +23,9 @@ CHARS_PER_TOKEN = 3.5
 @dataclass(frozen=True)
 class Eval:
     """Ask a checkpoint, or a server, seeded questions of one skill and count the right answers."""
+
+    needs: ClassVar[str] = "all"
+    """The extra that brings what it imports."""
 
     skill: tyro.conf.Positional[Skill]
     checkpoint: Path | None = None
@@ -58,6 +60,7 @@ class Eval:
         if self.url is not None and self.selection != "index":
             raise InvalidRequestError("--selection changes an engine in this process: it does not go with --url")
         from msaserve.eval.answer import Http, InProcess
+        from msaserve.tokenizer import Tokenizer
 
         answerer: Answerer
         tokenizer: Tokenizer | None = None

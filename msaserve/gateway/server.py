@@ -1,4 +1,4 @@
-"""Running the HTTP server: binding, signals, draining. What is behind the application's client is not its business."""
+"""Running the HTTP server: signals, draining. What is behind the application's client is not its business."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from msaserve.errors import EngineError, MsaserveError
+from msaserve.errors import EngineError
 
 _KEEP_ALIVE_SECONDS = 75
 """Idle connections live longer than the pools of common clients keep them, so that none is reused as it closes."""
@@ -24,35 +24,6 @@ _CUT_SECONDS = 5
 """For requests that were cut to tell their clients; then connections are closed whatever happens on them."""
 
 _log = logging.getLogger(__name__)
-
-
-class BindError(MsaserveError):
-    """The address cannot be listened on."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: clients are refused, not kept waiting, while a model loads.
-
-    Raises:
-        BindError: the port is in use, or the address is not this machine's.
-    """
-    if not 0 <= port < 65_536:  # getaddrinfo would take it modulo 65536
-        raise BindError(f"cannot listen on {host} port {port}: ports are 0 to 65535")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise BindError(f"cannot listen on {host} port {port}: {error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise BindError(f"cannot listen on {host} port {port}: {reason}") from error
-    return listener
 
 
 async def run(

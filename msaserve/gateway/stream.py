@@ -7,16 +7,18 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
 from msaserve.errors import EngineError
-from msaserve.gateway.client import EngineClient
-from msaserve.observe.metrics import ServerMetrics
 from msaserve.stop import StopMatcher
 from msaserve.tokenizer import IncrementalDetokenizer, Tokenizer
 from msaserve.types import GenerateRequest, Logprobs, SamplingParams, TokenEvent
+
+if TYPE_CHECKING:
+    from msaserve.gateway.client import EngineClient
+    from msaserve.observe.metrics import ServerMetrics
 
 
 class ShownToken(NamedTuple):

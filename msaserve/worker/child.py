@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 import msgspec
 
@@ -49,6 +49,8 @@ class Answer(msgspec.Struct, omit_defaults=True):
     error: str = ""
     kind: str = ""
     """The class of the error, in msaserve.errors."""
+    missing_module: str = ""
+    """What is not installed, if that is the error."""
 
 
 def main() -> int:
@@ -56,25 +58,29 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     configure_logging(access_log=False)
-    lifeline = sys.stdin.buffer
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(0, 65_536)
+        if not chunk:
+            return 1  # the other process has gone already
+        line += chunk
     try:
-        task = msgspec.json.decode(lifeline.readline(), type=Task)
-    except msgspec.DecodeError:
-        return 1  # the other process has gone already
-    try:
-        _serve(task, lifeline, answers)
+        _serve(msgspec.json.decode(line, type=Task), answers)
     except MsaserveError as error:
         _say(answers, Answer(error=str(error), kind=type(error).__name__))
+        return 1
+    except ModuleNotFoundError as error:
+        _say(answers, Answer(error=str(error), missing_module=error.name or ""))
         return 1
     return 0
 
 
-def _serve(task: Task, lifeline: BinaryIO, answers: TextIO) -> None:
+def _serve(task: Task, answers: TextIO) -> None:
     """Raises what loading raises, and EngineError when the engine stops by itself."""
     on_end: list[Callable[[], object]] = []
 
     def watch() -> None:
-        while lifeline.read(1024):
+        while os.read(0, 1024):  # not sys.stdin, whose lock an exit would find taken
             pass
         for end in on_end:
             end()

@@ -8,7 +8,7 @@ import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -22,6 +22,9 @@ from msaserve.worker.child import MAX_SOCKET_PATH_BYTES
 @dataclass(frozen=True)
 class Worker:
     """Serve a checkpoint's engine to gateways, over gRPC (docs/wire.md)."""
+
+    needs: ClassVar[str] = "engine"
+    """The extra that brings what it imports."""
 
     checkpoint: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
     """Directory of config.json and weights; tokenizer.json and chat template are for the gateways."""

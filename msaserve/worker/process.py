@@ -53,6 +53,7 @@ class WorkerProcess:
 
         Raises:
             CheckpointError, InvalidRequestError, AddressError: what it raised.
+            ModuleNotFoundError: the worker's part of the package is not installed.
             EngineError: it died.
         """
         assert self._popen.stdout is not None
@@ -60,6 +61,8 @@ class WorkerProcess:
         if not line:
             raise EngineError(f"the worker died before it was ready: {_how(self._popen.wait())}")
         answer = msgspec.json.decode(line, type=Answer)
+        if answer.missing_module:
+            raise ModuleNotFoundError(answer.error, name=answer.missing_module)
         if answer.error:
             kind = getattr(errors, answer.kind, MsaserveError)
             raise kind(answer.error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -14,7 +15,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from process_driver import SECONDS, URL, Process, serve
+from process_driver import SECONDS, URL, Process, running, serve
+from worker_driver import TINY
 
 TEXT = "/v1/completions"
 
@@ -121,6 +123,17 @@ def test_a_worker_that_dies_while_it_loads() -> None:
         worker_of(server).kill()
         assert server.wait(30) == 1
         assert "msaserve: error: the worker died before it was ready: SIGKILL" in server.log
+
+
+def test_weights_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """The worker finds out, and what it says is all that is said."""
+    for path in TINY.iterdir():
+        if path.suffix in (".json", ".jinja"):
+            shutil.copy(path, tmp_path)
+    with running("serve", str(tmp_path), "--port", "0") as server:
+        assert server.wait(30) == 2
+        assert server.log.startswith("msaserve: error: ")
+        assert len(server.log.splitlines()) == 1, server.log
 
 
 def test_ctrl_c_while_it_loads() -> None:

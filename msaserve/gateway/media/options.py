@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from msaserve.gateway.media.pipeline import MediaPipeline
-from msaserve.gateway.media.spec import find_spec
+if TYPE_CHECKING:
+    from msaserve.gateway.media.pipeline import MediaPipeline
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class MediaOptions:
         Raises:
             CheckpointError: its configuration cannot be read.
         """
+        from msaserve.gateway.media.pipeline import MediaPipeline
+        from msaserve.gateway.media.spec import find_spec
+
         source = find_spec(checkpoint)
         if source is None:
             return None
