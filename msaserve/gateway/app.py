@@ -257,14 +257,8 @@ class Gateway:
                 raise InvalidRequestError(
                     "a tool call that is asked for needs add_generation_prompt", param="add_generation_prompt"
                 )
-        parts: list[MediaPart] | None = [] if self._media is not None and model.supports_vision else None
-        token_ids = await self._encode_chat(asked, kwargs, tools.offered, model, size, parts)
+        token_ids, items = await self._encode_chat(request, asked, kwargs, tools.offered, model, size, stack)
         thinking = thinking_mode(self._tokenizer.token_text(token_ids[-1]) if token_ids else "")
-        items: tuple[MediaItem, ...] = ()
-        if self._media is not None and parts:
-            lease = await stack.enter_async_context(self._media.lease())
-            work = self._media.resolve(parts, token_ids, self._tokenizer, lease, as_pixels=model.takes_pixels)
-            token_ids, items = await until_disconnect(request.receive, work)
         token_ids += self._tokenizer.encode(tools.prefix)
         return ChatPrompt(token_ids, items, lambda: ChatOutput(tools, thinking), constraint)
 
@@ -311,8 +305,9 @@ class Gateway:
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if asked.messages is not None:
-            offered = tool_use(asked.tools, None, None).offered
-            token_ids = await self._encode_chat(asked, asked.chat_template_kwargs or {}, offered, model, len(body))
+            offered, kwargs = tool_use(asked.tools, None, None).offered, asked.chat_template_kwargs or {}
+            async with AsyncExitStack() as stack:
+                token_ids, _ = await self._encode_chat(request, asked, kwargs, offered, model, len(body), stack)
         else:
             prompt = asked.prompt or ""
             add_special_tokens = asked.add_special_tokens is not False
@@ -389,21 +384,23 @@ class Gateway:
 
     async def _encode_chat(
         self,
+        request: Request,
         asked: ChatRequest | TokenizeRequest,
         kwargs: dict[str, Any],
         tools: list[dict[str, Any]],
         model: ModelInfo,
         size: int,
-        parts: list[MediaPart] | None = None,
-    ) -> list[int]:
-        """parts: gets the pictures and clips of the messages; None takes text only."""
+        stack: AsyncExitStack,
+    ) -> tuple[list[int], tuple[MediaItem, ...]]:
+        """The prompt with its pictures and clips. stack: holds what they take of the bytes in flight."""
         template = self._template
         if template is None:
             raise InvalidRequestError("this checkpoint has no chat template; use /v1/completions", param="messages")
+        parts: list[MediaPart] | None = [] if self._media is not None and model.supports_vision else None
         messages = chat_messages(asked.messages or [], parts)
         check_template_kwargs(kwargs)
         add_generation_prompt = asked.add_generation_prompt is not False
-        return await _run(
+        token_ids = await _run(
             lambda: template.encode(
                 self._tokenizer,
                 messages,
@@ -414,6 +411,11 @@ class Gateway:
             ),
             size,
         )
+        if self._media is None or not parts:
+            return token_ids, ()
+        lease = await stack.enter_async_context(self._media.lease())
+        work = self._media.resolve(parts, token_ids, self._tokenizer, lease, as_pixels=model.takes_pixels)
+        return await until_disconnect(request.receive, work)
 
     def _encode_prompt(self, prompt: str | list[int], model: ModelInfo, *, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, list):

@@ -94,6 +94,23 @@ def ask(client: openai.OpenAI, *parts: dict[str, Any], **options: Any) -> Any:
     return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": list(parts)}], **options)
 
 
+def test_tokenize_gives_the_prompt_that_chat_makes(
+    client: openai.OpenAI, engine: FakeClient, media: MediaPipeline
+) -> None:
+    parts = [text("see "), video(fps=2), image()]
+    ask(client, *parts)
+    with httpx.Client(base_url=str(client.base_url).removesuffix("v1/"), trust_env=False, timeout=60) as http:
+        messages = [{"role": "user", "content": parts}]
+        answer = http.post("/tokenize", json={"messages": messages}).json()
+        assert answer["tokens"] == engine.requests[0].prompt_token_ids
+        assert answer["count"] == len(answer["tokens"])
+        broken = http.post("/tokenize", json={"messages": [{"role": "user", "content": [image(b"GIF")]}]})
+        assert broken.status_code == 400
+        assert broken.json()["error"]["param"].startswith("messages[0].content[0]")
+    assert len(engine.requests) == 1
+    assert is_released(media)
+
+
 def test_picture_and_clip(client: openai.OpenAI, engine: FakeClient, tokenizer: Tokenizer) -> None:
     answer = ask(client, text("see "), video(fps=2), text(" and "), image(), text("?"))
     assert answer.choices[0].message.content == "seen"
