@@ -161,6 +161,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments in (["--version"], ["-V"]):
         print(f"msaserve {msaserve.__version__}")
         return 0
+    try:
+        return _run(arguments)
+    except (CheckpointError, InvalidRequestError) as error:
+        return _fail(str(error), 2)
+    except MsaserveError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: Sequence[str]) -> int:
     command: Serve | Worker | Gateway | Generate | Eval | Check = tyro.cli(
         Annotated[Serve, tyro.conf.subcommand("serve")]
         | Annotated[Worker, tyro.conf.subcommand("worker")]
@@ -174,16 +185,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         return command.run()
-    except (CheckpointError, InvalidRequestError) as error:
-        return _fail(str(error), 2)
-    except MsaserveError as error:
-        return _fail(str(error), 1)
     except ModuleNotFoundError as error:
         if str(error.name).startswith("msaserve"):
             raise
         return _fail(f"this needs {error.name}, which is not installed: pip install 'msaserve[{command.needs}]'", 1)
-    except KeyboardInterrupt:
-        return 130
 
 
 def _fail(message: str, code: int) -> int:
