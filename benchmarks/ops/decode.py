@@ -1,11 +1,12 @@
-"""Check and time the decode operators on a Hopper card: select_blocks and sparse_attend for 1 to 8 query tokens.
+"""Check and time the decode operators on a Hopper card: selection and attention for 1 to 8 query tokens a request.
 
     python benchmarks/ops/decode.py [--peers DIR] [--no-check | --check-only]
 
 DIR holds vLLM's kernels as `m3ops.vllm_index_topk` and `m3ops.vllm_sparse_attn`; they are timed in the same run.
-Two figures for each shape, both of CUDA-graph replays. "in a row": steps over several sets of inputs that together
-are far larger than the L2 cache, as the layers of a model follow each other, divided by their number. "single": one
-step after the cache was filled by reading something else, launch of the graph included.
+Ours is `select_attend`, and beside it `select_blocks` with `sparse_attend`. Two figures for each shape, both of
+CUDA-graph replays. "in a row": steps over several sets of inputs that together are far larger than the L2 cache, as
+the layers of a model follow each other, divided by their number. "single": one step after the cache was filled by
+reading something else, launch of the graph included.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -29,6 +31,8 @@ from msaserve.ops.testing import Case, CaseSpec, build, m3_spec, relative_error,
 
 HEADS, KV_HEADS, DIM, BLOCK, TOPK = 64, 4, 128, 128, 16
 SHAPES = [(1, 65536), (8, 65536), (32, 65536), (8, 131072), (1, 524288), (1, 1048576)]
+QUERY_LENS = [1, 4, 8]
+"""Query tokens a request of the table of speculative decoding."""
 BANDWIDTH = 4.25e12
 """Bytes a second that a large read reaches on an H200."""
 
@@ -50,15 +54,14 @@ SPECS = [
 ]
 
 
-def check(spec: CaseSpec) -> str:
+def check(spec: CaseSpec, cache_dtype: torch.dtype) -> str:
     """One line of a case's results; raises AssertionError if one is wrong."""
-    case = build(spec, dtype=torch.bfloat16, device="cuda")
+    case = build(spec, dtype=torch.bfloat16, device="cuda", cache_dtype=cache_dtype)
+    bound = 4e-3 if cache_dtype == torch.bfloat16 else 2e-2
     options = case.selection_options
     chosen = ops.select_blocks(case.index_q, case.index_k_cache, *case.batch, **options, impl="triton_decode")
     expected = ops.select_blocks(case.index_q, case.index_k_cache, *case.batch, **options, impl="reference")
-    rows = (chosen.sort(-1).values != expected.sort(-1).values).any(-1)
-    # Normal scores may lie closer together than the rounding of their sums.
-    assert rows.float().mean().item() <= (0.01 if spec.index_values == "normal" else 0.0), f"{spec.name}: selection"
+    rows = differing(spec, chosen, expected)
     attend = partial(ops.sparse_attend, case.q, case.k_cache, case.v_cache, max_query_len=spec.max_query_len)
     worst = 0.0
     for block_ids in (expected, *(select(case, kind) for kind in ("random", "holes", "out_of_range"))):
@@ -74,11 +77,48 @@ def check(spec: CaseSpec) -> str:
             strict=True,
         ):
             assert torch.equal(got, want), f"{spec.name}: page_table"
-    assert worst < 4e-3, f"{spec.name}: attention is off by {worst:.1e}"
+    assert worst < bound, f"{spec.name}: attention is off by {worst:.1e}"
+    dense = partial(ops.dense_attend, case.q, case.k_cache, case.v_cache, *case.batch, **case.bounds)
+    dense_error = relative_error(dense(impl="triton_decode"), dense(impl="reference"))
+    assert dense_error < bound, f"{spec.name}: dense attention is off by {dense_error:.1e}"
     check_replay(case, attend)
     check_alone(case)
-    check_store(spec)
-    return f"| {spec.name} | {int(rows.sum())} of {rows.numel()} | {worst:.1e} |"
+    if cache_dtype == torch.bfloat16:
+        check_store(spec)
+    both = check_both(case, expected, bound)
+    precision = str(cache_dtype).removeprefix("torch.")
+    return f"| {spec.name}, {precision} | {rows.sum()} of {rows.numel()} | {worst:.1e} | {dense_error:.1e} | {both} |"
+
+
+def differing(spec: CaseSpec, chosen: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Which rows chose other blocks."""
+    rows = (chosen.sort(-1).values != expected.sort(-1).values).any(-1)
+    # Normal scores may lie closer together than the rounding of their sums.
+    assert rows.float().mean().item() <= (0.01 if spec.index_values == "normal" else 0.0), f"{spec.name}: selection"
+    return rows
+
+
+def check_both(case: Case, expected: torch.Tensor, bound: float) -> str:
+    """select_attend's two columns: against the references, and three steps of a graph in the same memory as eager."""
+    call = partial(ops.select_attend, case.q, case.k_cache, case.v_cache, case.index_q, case.index_k_cache, *case.batch)
+    try:
+        out, ids = call(**case.selection_options, impl="gluon_decode")
+    except ValueError as reason:
+        return f"{str(reason).partition('arguments: ')[2]} | |"
+    rows = differing(case.spec, ids, expected)
+    attend = partial(ops.sparse_attend, case.q, case.k_cache, case.v_cache, max_query_len=case.spec.max_query_len)
+    error = relative_error(out, attend(ids, *case.batch, impl="reference"))
+    assert error < bound, f"{case.spec.name}: select_attend is off by {error:.1e}"
+    graph, steps = capture(lambda: [call(**case.selection_options, impl="gluon_decode") for _ in range(3)])
+    for _ in range(5):
+        for replayed, chosen in steps:
+            replayed.fill_(float("nan"))
+            chosen.fill_(-7)
+        graph.replay()
+        for replayed, chosen in steps:
+            assert torch.equal(replayed, out), f"{case.spec.name}: select_attend replayed"
+            assert torch.equal(chosen, ids), f"{case.spec.name}: select_attend replayed"
+    return f"{rows.sum()} of {rows.numel()} | {error:.1e}"
 
 
 def check_replay(case: Case, attend: Callable[..., torch.Tensor]) -> None:
@@ -156,47 +196,69 @@ class Step(NamedTuple):
     seq_lens: torch.Tensor
     cu_query_lens: torch.Tensor
     context: int
+    query_len: int
 
     @classmethod
-    def random(cls, requests: int, context: int, seed: int) -> Step:
+    def random(
+        cls, requests: int, context: int, seed: int, query_len: int = 1, cache_dtype: torch.dtype = torch.bfloat16
+    ) -> Step:
         generator = torch.Generator("cuda").manual_seed(seed)
         normal = partial(torch.randn, generator=generator, device="cuda", dtype=torch.bfloat16)
         num_blocks = context // BLOCK
         pages = torch.randperm(requests * num_blocks, generator=generator, device="cuda") + 1
         return cls(
-            q=normal(requests, HEADS, DIM),
-            index_q=normal(requests, KV_HEADS, DIM),
-            kv=normal(requests * num_blocks + 1, KV_HEADS, BLOCK, 2 * DIM),
-            index_k=normal(requests * num_blocks + 1, BLOCK, DIM),
+            q=normal(requests * query_len, HEADS, DIM),
+            index_q=normal(requests * query_len, KV_HEADS, DIM),
+            kv=normal(requests * num_blocks + 1, KV_HEADS, BLOCK, 2 * DIM).to(cache_dtype),
+            index_k=normal(requests * num_blocks + 1, BLOCK, DIM).to(cache_dtype),
             block_table=pages.int().view(requests, num_blocks),
             seq_lens=torch.full((requests,), context, dtype=torch.int32, device="cuda"),
-            cu_query_lens=torch.arange(requests + 1, dtype=torch.int32, device="cuda"),
+            cu_query_lens=torch.arange(requests + 1, dtype=torch.int32, device="cuda") * query_len,
             context=context,
+            query_len=query_len,
         )
+
+    @property
+    def where(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.block_table, self.seq_lens, self.cu_query_lens
+
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        return [self.kv[..., i * DIM : (i + 1) * DIM].transpose(1, 2) for i in (0, 1)]
+
+    @property
+    def selection(self) -> dict[str, int]:
+        return {"topk": TOPK, "max_query_len": self.query_len, "max_seq_len": self.context}
 
     def select(self) -> torch.Tensor:
-        where = (self.block_table, self.seq_lens, self.cu_query_lens)
-        return ops.select_blocks(
-            self.index_q, self.index_k, *where, topk=TOPK, max_query_len=1, max_seq_len=self.context
-        )
+        return ops.select_blocks(self.index_q, self.index_k, *self.where, **self.selection)
 
     def attend(self, block_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        k_cache, v_cache = (self.kv[..., i * DIM : (i + 1) * DIM].transpose(1, 2) for i in (0, 1))
-        where = (self.block_table, self.seq_lens, self.cu_query_lens)
-        return ops.sparse_attend(self.q, k_cache, v_cache, block_ids, *where, max_query_len=1, **options)
+        return ops.sparse_attend(self.q, *self.caches, block_ids, *self.where, max_query_len=self.query_len, **options)
+
+    def two_steps(self) -> torch.Tensor:
+        return self.attend(self.select())
 
     def ours(self) -> torch.Tensor:
-        return self.attend(self.select())
+        return ops.select_attend(self.q, *self.caches, self.index_q, self.index_k, *self.where, **self.selection)[0]
+
+    def dense(self, **options: Any) -> torch.Tensor:
+        lens = {"max_query_len": self.query_len, "max_seq_len": self.context}
+        return ops.dense_attend(self.q, *self.caches, *self.where, **lens, **options)
 
     def vllm(self) -> torch.Tensor:
         from m3ops import vllm_index_topk, vllm_sparse_attn
 
         where = (self.block_table, self.seq_lens)
+        # Beside 8-bit keys its index queries have 8 bits too.
+        index_q, query_len = self.index_q.to(self.index_k.dtype), self.query_len
         block_ids = vllm_index_topk.minimax_m3_index_decode(
-            self.index_q, self.index_k, *where, self.context, TOPK, 0, 1, KV_HEADS, 1, 1
+            index_q, self.index_k, *where, self.context, TOPK, 0, 1, KV_HEADS, query_len, query_len
         )
         out = torch.empty_like(self.q)
-        vllm_sparse_attn.minimax_m3_sparse_attn_decode(self.q, self.kv, block_ids, *where, KV_HEADS, DIM**-0.5, out, 1)
+        vllm_sparse_attn.minimax_m3_sparse_attn_decode(
+            self.q, self.kv, block_ids, *where, KV_HEADS, DIM**-0.5, out, query_len
+        )
         return out
 
 
@@ -233,28 +295,56 @@ def single_us(call: Callable[[], Any], other: torch.Tensor) -> float:
     return replay_us(graph, other.sum, 31)
 
 
-def measure(requests: int, context: int, peers: bool, other: torch.Tensor) -> str:
+def measure(
+    requests: int,
+    context: int,
+    peers: bool,
+    other: torch.Tensor,
+    query_len: int = 1,
+    cache_dtype: torch.dtype = torch.bfloat16,
+) -> str:
     """One row of the table."""
-    index_bytes = requests * context * DIM * 2
-    floor = (index_bytes + requests * KV_HEADS * TOPK * BLOCK * 2 * DIM * 2) / BANDWIDTH * 1e6
+    index_bytes = requests * context * DIM * cache_dtype.itemsize
+    rows = requests * query_len
+    floor = (index_bytes + rows * KV_HEADS * TOPK * BLOCK * 2 * DIM * cache_dtype.itemsize) / BANDWIDTH * 1e6
     sets = max(2, min(8, round(400e6 / index_bytes)))
-    steps = [Step.random(requests, context, seed) for seed in range(sets)]
-    ids = [step.select() for step in steps]
-    want = steps[0].attend(ids[0], impl="reference")
-    assert relative_error(steps[0].ours(), want) < 4e-3
-    cells = [f"{requests}, {context // 1024}K", f"{floor:.1f}"]
+    steps = [Step.random(requests, context, seed, query_len, cache_dtype) for seed in range(sets)]
+    bound = 4e-3 if cache_dtype == torch.bfloat16 else 2e-2
+    want = steps[0].attend(steps[0].select(), impl="reference")
+    assert relative_error(steps[0].ours(), want) < bound
+    assert relative_error(steps[0].two_steps(), want) < bound
+    cells = [f"{requests}, {context // 1024}K" + (f", {query_len}" if query_len > 1 else ""), f"{floor:.1f}"]
     times: dict[str, tuple[float, float]] = {}
-    for name in ("vllm", "ours") if peers else ("ours",):
+    for name in ("vllm", "ours", "two_steps") if peers else ("ours", "two_steps"):
         calls = [getattr(step, name) for step in steps]
+        if name == "vllm" and cache_dtype != torch.bfloat16:
+            calls = [partial(step._replace(index_q=step.index_q.to(cache_dtype)).vllm) for step in steps]
         times[name] = in_a_row_us(calls), single_us(calls[0], other)
-    if peers:
+    # It takes other blocks where its index queries are rounded to 8 bits.
+    if peers and cache_dtype == torch.bfloat16:
         assert relative_error(steps[0].vllm(), want) < 5e-3
     for i in range(2):
-        cells += [f"{time[i]:.1f}" for time in times.values()]
+        cells += [f"{time[i]:.1f}" for name, time in times.items() if name != "two_steps"]
         if peers:
             cells.append(f"{times['ours'][i] / times['vllm'][i]:.2f}")
-    cells.append(f"{in_a_row_us([step.select for step in steps]):.1f}")
+    cells += [f"{times['two_steps'][i]:.1f}" for i in range(2)]
     return "| " + " | ".join(cells) + " |"
+
+
+def measure_dense(context: int, other: torch.Tensor) -> str:
+    """One row: dense attention over a whole context against ours over what it selects."""
+    step = Step.random(1, context, 0)
+    want = step.dense(impl="reference")
+    assert relative_error(step.dense(impl="triton_decode"), want) < 4e-3
+    floor = 2 * context * KV_HEADS * DIM * 2 / BANDWIDTH * 1e6
+    dense = single_us(partial(step.dense, impl="triton_decode"), other)
+    keys, values = (cache[1:].flatten(0, 1).transpose(0, 1).contiguous()[None] for cache in step.caches)
+    # The group's heads take the place of query tokens: one KV head serves them all.
+    queries = step.q.view(1, KV_HEADS, HEADS // KV_HEADS, DIM)
+    flash = single_us(partial(scaled_dot_product_attention, queries, keys, values), other)
+    ours = single_us(step.ours, other)
+    ratio = min(dense, flash) / ours
+    return f"| 1, {context // 1024}K | {floor:.0f} | {dense:.0f} | {flash:.0f} | {ours:.1f} | {ratio:.1f} |"
 
 
 def main() -> None:
@@ -266,10 +356,13 @@ def main() -> None:
     import triton
 
     if not options.no_check:
-        print("| case | rows chosen otherwise | worst error of attention |\n|---|---|---|")
+        columns = ["case", "rows chosen otherwise", "worst error of attention", "of dense attention"]
+        columns += ["select_attend: rows chosen otherwise", "error"]
+        print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+        jobs = [(spec, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn) for spec in SPECS]
         # Compiling is most of it.
         with multiprocessing.get_context("spawn").Pool(min(len(SPECS), os.cpu_count() or 1)) as pool:
-            for line in pool.imap(check, SPECS):
+            for line in pool.starmap(check, jobs, chunksize=1):
                 print(line, flush=True)
     if options.check_only:
         return
@@ -279,11 +372,23 @@ def main() -> None:
     peers = options.peers is not None
     names = ("vLLM", "ours", "ratio") if peers else ("ours",)
     columns = ["batch, context", "floor", *(f"{name}, {how}" for how in ("in a row", "single") for name in names)]
-    columns.append("our select_blocks, in a row")
-    print("µs a step\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    columns += [f"ours in two steps, {how}" for how in ("in a row", "single")]
+    head = "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns)
     other = torch.randn(1 << 27, device="cuda")
-    for requests, context in SHAPES:
-        print(measure(requests, context, peers, other), flush=True)
+    for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        print(f"\n{cache_dtype}, µs a step\n{head}")
+        for requests, context in SHAPES:
+            print(measure(requests, context, peers, other, cache_dtype=cache_dtype), flush=True)
+            torch.cuda.empty_cache()
+    print(f"\nspeculative: batch, context, query tokens a request\n{head}")
+    for requests in (1, 8):
+        for query_len in QUERY_LENS:
+            print(measure(requests, 65536, peers, other, query_len), flush=True)
+            torch.cuda.empty_cache()
+    print("\n| batch, context | floor of dense | dense_attend | PyTorch's attention | select_attend | ratio |")
+    print("|---|---|---|---|---|---|")
+    for context in (65536, 524288, 1048576):
+        print(measure_dense(context, other), flush=True)
         torch.cuda.empty_cache()
     tiny = torch.zeros(16, device="cuda")
     print(f"\nA graph of one tiny kernel takes {single_us(lambda: tiny.add_(1), other):.1f} µs when single.")

@@ -284,7 +284,7 @@ def _attend_kernel(
     BP: gl.constexpr, QP: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
     S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr,
     SPLITS: gl.constexpr, STAGES: gl.constexpr, SCALED_K: gl.constexpr, SCALED_V: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    PDL: gl.constexpr, STRICT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Split program_id(0) of KV head program_id(1) and query token program_id(2).
 
@@ -428,7 +428,7 @@ def _attend_kernel(
         lse = gl.where(is_empty, float("-inf"), best + gl.log2(total))
         gl.store(partial_out + part[None, :] * D + d[:, None], acc.to(gl.int32, bitcast=True), mask=(g < G)[None, :])
         gl.store(partial_lse + part, lse.to(gl.int32, bitcast=True), mask=g < G)
-    if PDL:
+    if PDL and STRICT:
         # Whoever waits for this launch waits for the ones before it too.
         _wait_for_launch_before()
 
@@ -444,6 +444,7 @@ def _merge_kernel(
     D: tl.constexpr,
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
+    STRICT: tl.constexpr,
 ):
     """Query head program_id(0) of query token program_id(1): its partials, once they are written, weighed."""
     query_head = tl.program_id(0)
@@ -465,7 +466,7 @@ def _merge_kernel(
     total = tl.sum(weight, 0)
     merged = tl.sum(acc.to(tl.float32, bitcast=True) * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + t * stride_ot + query_head * stride_oh + d, merged.to(out.dtype.element_ty))
-    if PDL:
+    if PDL and STRICT:
         tl.extra.cuda.gdc_wait()
 
 
@@ -525,6 +526,7 @@ def select_attend(
     splits: int | None = None,
     tile: int | None = None,
     stages: int | None = None,
+    strict: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits depend on shapes only."""
     num_rows, num_heads, dim = q.shape
@@ -628,6 +630,7 @@ def select_attend(
         STAGES=stages or min(3, triton.cdiv(pieces, splits)),
         SCALED_K=k_scale is not None,
         SCALED_V=v_scale is not None,
+        STRICT=strict,
         num_warps=4,
         **pdl,
     )
@@ -641,6 +644,7 @@ def select_attend(
             G=num_heads // num_kv_heads,
             D=dim,
             SPLITS=splits,
+            STRICT=strict,
             num_warps=1,
             **pdl,
         )
