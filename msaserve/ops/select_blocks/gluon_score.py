@@ -1,7 +1,10 @@
 """Block scores of query tiles on Hopper: one warp fetches index-K pages by TMA, warpgroups multiply and take maxima.
 
-A program scores ROWS = WARPGROUPS × M rows (queries × heads) against a run of pages, so each page comes on chip once
-for all of them. The warpgroups wait for pages on their own: while one takes maxima the other multiplies.
+A program scores ROWS = 256 rows (queries × heads) against a run of pages, so each page comes on chip once for all of
+them. Each of two warpgroups has two pieces of 64 rows: while it takes the maxima of one, the other's product runs.
+
+8-bit keys are multiplied at the rate of 8 bits. 16-bit queries become two 8-bit terms then, the rounded value and what
+rounding left, which together hold the 8 bits of a bfloat16 exactly; 8-bit queries are one term.
 """
 
 # Argument lists that Triton must see written out are longer than a line.
@@ -26,6 +29,9 @@ from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.select_blocks import triton_prefill
 from msaserve.ops.select_blocks.triton_prefill import num_workers, split_of
 
+ROWS = 256
+"""Of a tile: two warpgroups of two pieces of 64."""
+
 
 @gluon.jit
 def _fetch(index_k, pages, k_smem, full, empty, lo, hi, STAGES: gl.constexpr, PAGE_BYTES: gl.constexpr):
@@ -39,53 +45,113 @@ def _fetch(index_k, pages, k_smem, full, empty, lo, hi, STAGES: gl.constexpr, PA
 
 
 @gluon.jit
+def _queries(q_smem, piece, mma: gl.constexpr, IN_REGS: gl.constexpr):
+    """A piece's queries as the product takes them."""
+    q = q_smem.index(piece)
+    if IN_REGS:
+        element: gl.constexpr = q_smem.dtype
+        q = q.load(gl.DotOperandLayout(0, mma, 32 // element.primitive_bitwidth))
+    return q
+
+
+@gluon.jit
+def _product(q, rest, k, acc, TERMS: gl.constexpr):
+    acc = warpgroup_mma(q, k, acc, use_acc=False, is_async=True)
+    if TERMS == 2:
+        acc = warpgroup_mma(rest, k, acc, use_acc=True, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _store_best(acc, out, group_out, group_best, n, whole, visible, key, ROWS: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    """Block n's maxima, and its group's behind the group's last block."""
+    if n < whole:
+        best = gl.max(acc, 1)
+    else:
+        best = gl.max(gl.where((n * BLOCK + key)[None, :] <= visible[:, None], acc, float("-inf")), 1)
+    gl.store(out + n * ROWS, best)
+    if GROUP > 1:
+        group_best = gl.maximum(group_best, best)
+        is_last = n % GROUP == GROUP - 1
+        gl.store(group_out + n // GROUP * ROWS, group_best, mask=is_last)
+        group_best = gl.where(is_last, float("-inf"), group_best)
+    return group_best
+
+
+@gluon.jit
 def _multiply(
     q_smem,
     k_smem,
     full,
     empty,
     out,
+    group_out,
     lo,
     whole,
     hi,
     position,
     WG: gl.constexpr,
-    M: gl.constexpr,
     HP: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK: gl.constexpr,
     DI: gl.constexpr,
     STAGES: gl.constexpr,
+    TERMS: gl.constexpr,
+    GROUP: gl.constexpr,
+    IN_REGS: gl.constexpr,
 ):
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
-    row = gl.arange(0, M, layout=gl.SliceLayout(1, mma)) + WG * M
+    element: gl.constexpr = k_smem.dtype
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 256 // element.primitive_bitwidth]
+    )
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, mma)) + WG * 128
     key = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma))
-    visible = position + row // HP
-    acc = gl.zeros([M, BLOCK], gl.float32, layout=mma)
-    q = q_smem.index(WG)
+    a_visible = position + row // HP
+    b_visible = position + (row + 64) // HP
+    out += row
+    group_out += row
+    a_group = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, mma))
+    b_group = a_group
+    a_q = _queries(q_smem, 2 * WG, mma, IN_REGS)
+    b_q = _queries(q_smem, 2 * WG + 1, mma, IN_REGS)
+    a_rest = a_q
+    b_rest = b_q
+    if TERMS == 2:
+        a_rest = _queries(q_smem, 4 + 2 * WG, mma, IN_REGS)
+        b_rest = _queries(q_smem, 5 + 2 * WG, mma, IN_REGS)
+    a = gl.zeros([64, BLOCK], gl.float32, layout=mma)
+    b = gl.zeros([64, BLOCK], gl.float32, layout=mma)
     for n in range(lo, hi):
         stage = (n - lo) % STAGES
-        turn = (n - lo) // STAGES
-        mbarrier.wait(full.index(stage), turn & 1)
+        mbarrier.wait(full.index(stage), (n - lo) // STAGES & 1)
         k = k_smem.index(stage).reshape([BLOCK, DI]).permute((1, 0))
-        acc = warpgroup_mma(q, k, acc, use_acc=False, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        a = _product(a_q, a_rest, k, a, TERMS)
+        b = _product(b_q, b_rest, k, b, TERMS)
+        a = warpgroup_mma_wait(TERMS, deps=(a,))
+        a_group = _store_best(a, out, group_out, a_group, n, whole, a_visible, key, ROWS, BLOCK, GROUP)
+        b = warpgroup_mma_wait(0, deps=(b,))
         mbarrier.arrive(empty.index(stage), count=1)
-        if n < whole:
-            best = gl.max(acc, 1)
-        else:
-            best = gl.max(gl.where((n * BLOCK + key)[None, :] <= visible[:, None], acc, float("-inf")), 1)
-        gl.store(out + n * ROWS + row, best)
+        b_group = _store_best(b, out + 64, group_out + 64, b_group, n, whole, b_visible, key, ROWS, BLOCK, GROUP)
 
 
 @gluon.jit
-def _multiply_last(q_smem, k_smem, full, empty, out, lo, whole, hi, position, M: gl.constexpr, HP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    _multiply(q_smem, k_smem, full, empty, out, lo, whole, hi, position, 1, M, HP, ROWS, BLOCK, DI, STAGES)
+def _multiply_last(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr, STAGES: gl.constexpr, TERMS: gl.constexpr, GROUP: gl.constexpr, IN_REGS: gl.constexpr):  # fmt: skip
+    _multiply(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, 1, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP, IN_REGS)  # fmt: skip
 
 
 @gluon.jit
-def _multiply_first(q_smem, k_smem, full, empty, out, lo, whole, hi, position, M: gl.constexpr, HP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    _multiply(q_smem, k_smem, full, empty, out, lo, whole, hi, position, 0, M, HP, ROWS, BLOCK, DI, STAGES)
+def _multiply_first(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr, STAGES: gl.constexpr, TERMS: gl.constexpr, GROUP: gl.constexpr, IN_REGS: gl.constexpr):  # fmt: skip
+    _multiply(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, 0, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP, IN_REGS)  # fmt: skip
+
+
+@gluon.jit
+def _power_of_two(x):
+    """A power of two that takes |x| to 64 … 256; 1 for 0, infinite and NaN."""
+    exponent = (x.to(gl.int32, bitcast=True) >> 23) & 0xFF
+    # 2^(7 − exponent); 2^126 at most, as float32 has no more.
+    shift = gl.minimum(261 - exponent, 253)
+    scale = (shift << 23).to(gl.float32, bitcast=True)
+    return gl.where((exponent == 0) | (exponent == 255), 1.0, scale)
 
 
 @gluon.jit
@@ -95,6 +161,7 @@ def _score_kernel(
     block_table,
     tiles,
     scores,
+    group_scores,
     first_tile,
     num_tiles,
     split_blocks,
@@ -107,8 +174,9 @@ def _score_kernel(
     DI: gl.constexpr,
     BLOCK: gl.constexpr,
     BLOCK_Q: gl.constexpr,
-    M: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    IN_REGS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     tile = num_tiles - 1 - gl.program_id(0)
@@ -123,9 +191,11 @@ def _score_kernel(
     hi = gl.minimum(gl.minimum(lo + split_blocks, last_position // BLOCK + 1), N)
     if (stop > first) & (last_position >= 0) & (hi > lo):
         whole = gl.minimum(gl.maximum((position + 1) // BLOCK, lo), hi)
-        element: gl.constexpr = index_q.dtype.element_ty
-        q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, DI], element)
-        q_smem = gl.allocate_shared_memory(element, [2, M, DI], q_layout)
+        element: gl.constexpr = index_k.dtype
+        given: gl.constexpr = index_q.dtype.element_ty
+        TERMS: gl.constexpr = 1 if element.primitive_bitwidth == given.primitive_bitwidth else 2
+        q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DI], element)
+        q_smem = gl.allocate_shared_memory(element, [4 * TERMS, 64, DI], q_layout)
         k_smem = gl.allocate_shared_memory(element, [STAGES, 1, BLOCK, DI], index_k.layout)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -133,28 +203,37 @@ def _score_kernel(
             mbarrier.init(full.index(stage), count=1)
             mbarrier.init(empty.index(stage), count=2)
         copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DI, DI // 8], [4, 1], [1, 0])
-        row = gl.arange(0, M, layout=gl.SliceLayout(1, copy))
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, copy))
         d = gl.arange(0, DI, layout=gl.SliceLayout(0, copy))
-        for i in gl.static_range(2):
-            token = first + (row + i * M) // HP
-            head = (row + i * M) % HP
+        for i in gl.static_range(4):
+            token = first + (row + i * 64) // HP
+            head = (row + i * 64) % HP
             q = gl.load(
                 index_q + token[:, None].to(gl.int64) * stride_qt + head[:, None] * stride_qh + d[None, :],
                 mask=((token < stop) & (head < HKV))[:, None],
                 other=0.0,
             )
-            q_smem.index(i).store(q)
+            if TERMS == 1:
+                q_smem.index(i).store(q)
+            else:
+                q = q.to(gl.float32)
+                # A factor of a row changes no choice; a power of two keeps every bit.
+                q = q * _power_of_two(gl.max(gl.abs(q), 1))[:, None]
+                rounded = q.to(element)
+                q_smem.index(i).store(rounded)
+                q_smem.index(4 + i).store((q - rounded.to(gl.float32)).to(element))
         fence_async_shared()
         out = scores + tile.to(gl.int64) * N * ROWS
+        group_out = group_scores + tile.to(gl.int64) * gl.cdiv(N, GROUP) * ROWS
         pages = block_table + request.to(gl.int64) * stride_bt
         gl.warp_specialize(
             [
-                (_multiply_first, (q_smem, k_smem, full, empty, out, lo, whole, hi, position, M, HP, ROWS, BLOCK, DI, STAGES)),
-                (_multiply_last, (q_smem, k_smem, full, empty, out, lo, whole, hi, position, M, HP, ROWS, BLOCK, DI, STAGES)),
-                (_fetch, (index_k, pages, k_smem, full, empty, lo, hi, STAGES, BLOCK * DI * 2)),
+                (_multiply_first, (q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP, IN_REGS)),
+                (_multiply_last, (q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP, IN_REGS)),
+                (_fetch, (index_k, pages, k_smem, full, empty, lo, hi, STAGES, BLOCK * DI * element.primitive_bitwidth // 8)),
             ],
             [4, 1],
-            [232 if M == 128 else 152, 24],
+            [232, 24],
         )  # fmt: skip
 
 
@@ -163,14 +242,17 @@ def why_not(index_q: torch.Tensor, index_k_cache: torch.Tensor, *args: object, *
     reason = why_not_wgmma(index_q) or triton_prefill.why_not(index_q, index_k_cache, *args, **kwargs)
     if reason is not None:
         return reason
-    if index_q.dtype not in (torch.bfloat16, torch.float16):
-        return f"index_q is {index_q.dtype}, not bfloat16 or float16"
+    if index_q.dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        return f"index_q is {index_q.dtype}, not of 16 or 8 bits"
+    if index_q.dtype == torch.float16 != index_k_cache.dtype:
+        return "two 8-bit terms do not hold a float16"
     _, block_size, dim = index_k_cache.shape
     if dim not in (64, 128) or block_size not in (64, 128):
         return "the index dim and the block size must be 64 or 128"
     if triton.next_power_of_2(index_q.shape[1]) > 128:
         return "there are over 128 index heads"
-    if any(stride % 8 for stride in index_k_cache.stride()[:2]) or index_k_cache.data_ptr() % 16:
+    aligned = 16 // index_k_cache.itemsize
+    if any(stride % aligned for stride in index_k_cache.stride()[:2]) or index_k_cache.data_ptr() % 16:
         return "index_k_cache must lie on 16-byte boundaries"
     return None
 
@@ -181,24 +263,29 @@ def score_tiles(
     block_table: torch.Tensor,
     tiles: torch.Tensor,
     scores: torch.Tensor,
+    group_scores: torch.Tensor,
     first_tile: int,
     num_tiles: int,
     num_blocks: int,
     block_q: int,
-    stages: int = 4,
+    group: int,
+    stages: int = 0,
+    in_regs: bool = False,
 ) -> None:
-    """Block scores of `num_tiles` query tiles into scores [tiles, num_blocks, block_q * Hkv padded]."""
+    """As `triton_prefill.score_tiles`, for tiles of 256 rows."""
     num_heads, dim = index_q.shape[1:]
     block_size = index_k_cache.shape[1]
     heads_padded = triton.next_power_of_2(num_heads)
+    assert block_q * heads_padded == ROWS
     pages = descriptor(index_k_cache, (1, block_size, dim))
-    split_blocks = split_of(num_tiles, num_blocks, num_workers(index_q.device))
+    split_blocks = split_of(num_tiles, num_blocks, num_workers(index_q.device), group)
     _score_kernel[(num_tiles, triton.cdiv(num_blocks, split_blocks))](
         index_q,
         pages,
         block_table,
         tiles,
         scores,
+        group_scores,
         first_tile,
         num_tiles,
         split_blocks,
@@ -211,8 +298,9 @@ def score_tiles(
         DI=dim,
         BLOCK=block_size,
         BLOCK_Q=block_q,
-        M=block_q * heads_padded // 2,
-        STAGES=stages,
+        STAGES=stages or (4 if index_k_cache.itemsize == 2 else 8),
+        GROUP=group,
+        IN_REGS=in_regs,
         num_warps=4,
     )
 
@@ -242,5 +330,5 @@ def select_blocks(
         max_seq_len=max_seq_len,
         out=out,
         score_tiles=score_tiles,
-        rows=256,
+        rows=ROWS,
     )

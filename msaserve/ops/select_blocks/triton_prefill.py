@@ -1,8 +1,10 @@
 """select_blocks for prefill: scores of a bounded number of query tiles, then an exact top-k of each row.
 
 A tile is BLOCK_Q queries of one request times all index heads: the index-K block, which every head shares, is
-loaded once for all of them. Scores of one chunk of tiles lie in a scratch [tiles, N, rows] that the next chunk reuses.
-The top-k finds each row's k-th largest score with registers alone, then walks the scores again to write the ids.
+loaded once for all of them. Scores of one chunk of tiles lie in a scratch [tiles, N, rows] that the next chunk reuses,
+beside it the best score of each group of neighbouring blocks. Only blocks of the best groups can be chosen, so the
+top-k of a long row first chooses groups and then goes through theirs. Each choice finds the k-th largest score with
+registers alone, then walks the scores again to write the ids.
 """
 
 from __future__ import annotations
@@ -21,6 +23,21 @@ SCRATCH_BYTES = 256 << 20
 """Bound on the score scratch of one call (one tile's scores where even those are larger)."""
 MIN_SEGMENT = 16
 """Blocks that one thread of the top-k goes through at least, where a row is cut into segments."""
+MIN_GROUPED = 256
+"""Blocks of a row from which on groups are chosen first."""
+MAX_GROUP = 16
+"""Blocks of a group at most: choosing from larger ones takes minutes to compile."""
+
+
+@triton.jit
+def _store_group(out, group_best, best, n, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """The best scores of block n's group so far; they are stored behind its last block, and the next begins."""
+    if GROUP > 1:
+        group_best = tl.maximum(group_best, best)
+        is_last = n % GROUP == GROUP - 1
+        tl.store(out + n // GROUP * ROWS, group_best, mask=is_last)
+        group_best = tl.where(is_last, float("-inf"), group_best)
+    return group_best
 
 
 @triton.jit
@@ -30,6 +47,7 @@ def _score_kernel(
     block_table,
     tiles,
     scores,
+    group_scores,
     first_tile,
     num_tiles,
     split_blocks,
@@ -39,6 +57,7 @@ def _score_kernel(
     stride_kp,
     stride_kt,
     stride_bt,
+    GROUP: tl.constexpr,
     HKV: tl.constexpr,
     HP: tl.constexpr,
     DI: tl.constexpr,
@@ -67,6 +86,9 @@ def _score_kernel(
             mask=live[:, None] & (d < DI)[None, :],
             other=0.0,
         )
+        if q.dtype.primitive_bitwidth == 8:
+            # 16 bits hold every 8-bit value.
+            q = q.to(tl.float16)
         key = tl.arange(0, BLOCK)
         k_offsets = d[:, None] + key[None, :] * stride_kt
         out = scores + tile.to(tl.int64) * N * ROWS + row
@@ -74,19 +96,23 @@ def _score_kernel(
         hi = tl.minimum(tl.minimum(lo + split_blocks, last_position // BLOCK + 1), N)
         # blocks that end at or before the tile's first position need no mask
         whole = tl.minimum(tl.maximum((position + 1) // BLOCK, lo), hi)
+        group_out = group_scores + tile.to(tl.int64) * tl.cdiv(N, GROUP) * ROWS + row
+        group_best = tl.full([ROWS], float("-inf"), tl.float32)
         pages = block_table + request.to(tl.int64) * stride_bt
         for n in tl.range(lo, whole, num_stages=STAGES):
             page = tl.load(pages + n).to(tl.int64)
-            k = tl.load(index_k + page * stride_kp + k_offsets, mask=(d < DI)[:, None], other=0.0)
-            s = tl.dot(q, k, input_precision="ieee")
-            tl.store(out + n * ROWS, tl.max(s, 1))
+            k = tl.load(index_k + page * stride_kp + k_offsets, mask=(d < DI)[:, None], other=0.0).to(q.dtype)
+            best = tl.max(tl.dot(q, k, input_precision="ieee"), 1)
+            tl.store(out + n * ROWS, best)
+            group_best = _store_group(group_out, group_best, best, n, ROWS, GROUP)
         visible = position + row // HP
         for n in tl.range(whole, hi, num_stages=1):
             page = tl.load(pages + n).to(tl.int64)
-            k = tl.load(index_k + page * stride_kp + k_offsets, mask=(d < DI)[:, None], other=0.0)
+            k = tl.load(index_k + page * stride_kp + k_offsets, mask=(d < DI)[:, None], other=0.0).to(q.dtype)
             s = tl.dot(q, k, input_precision="ieee")
-            s = tl.where((n * BLOCK + key)[None, :] <= visible[:, None], s, float("-inf"))
-            tl.store(out + n * ROWS, tl.max(s, 1))
+            best = tl.max(tl.where((n * BLOCK + key)[None, :] <= visible[:, None], s, float("-inf")), 1)
+            tl.store(out + n * ROWS, best)
+            group_best = _store_group(group_out, group_best, best, n, ROWS, GROUP)
 
 
 @triton.jit
@@ -116,10 +142,104 @@ def _merge(top, x, LOG: tl.constexpr):
 
 
 @triton.jit
+def _scores_of(scores, n, count, ROWS: tl.constexpr):
+    """Of each row's n: −inf from `count` on, else finite, as a score of −inf or NaN still beats no block."""
+    LOWEST: tl.constexpr = -3.4028234663852886e38
+    is_in = n < count
+    x = tl.load(scores + n * ROWS, mask=is_in, other=float("-inf"))
+    return tl.where(is_in, tl.where(x >= LOWEST, x, LOWEST), float("-inf"))
+
+
+@triton.jit
+def _run_start(groups, run, runs, R: tl.constexpr, UNROLL: tl.constexpr):
+    """The n that a run of UNROLL begins with, [R, SEGMENTS] or [1, SEGMENTS]: a listed group's, or of all in turn."""
+    if groups is None:
+        n = run * UNROLL
+    else:
+        n = tl.load(groups + run * R + tl.arange(0, R)[:, None], mask=run < runs, other=1 << 24) * UNROLL
+    return n
+
+
+@triton.jit
+def _choose(
+    scores,
+    groups,
+    runs,
+    count,
+    lists,
+    out,
+    stride_out,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    R: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    """The n < count of the K largest scores[n], ascending, to out [R]; of equal ones the lowest. All n if fewer.
+
+    Goes through `runs` runs of 2^LOG: of all n, or with `groups` [runs, R] of those groups, which ascend.
+    """
+    UNROLL: tl.constexpr = 1 << LOG  # at least K
+    # Rows come first: Triton lays a warp's threads along the first dimension where addresses tell it nothing.
+    segment = tl.arange(0, SEGMENTS)[None, :]
+    per_segment = (runs + SEGMENTS - 1) // SEGMENTS
+    neg = tl.full([R, SEGMENTS], float("-inf"), tl.float32)
+    top = (neg,) * UNROLL
+    for i in range(per_segment):
+        start = _run_start(groups, segment * per_segment + i, runs, R, UNROLL)
+        xs = ()
+        for u in tl.static_range(UNROLL):
+            xs = xs + (_scores_of(scores, start + u, count, ROWS),)
+        top = _merge(top, xs, LOG)
+    if SEGMENTS > 1:
+        # each segment's list through scratch, then every row's k-th largest of all lists
+        place = segment * (UNROLL * R) + tl.arange(0, R)[:, None]
+        tl.debug_barrier()
+        for i in tl.static_range(UNROLL):
+            tl.store(lists + place + i * R, top[i])
+        tl.debug_barrier()
+        merged = (tl.full([R, 1], float("-inf"), tl.float32),) * UNROLL
+        for i in range(SEGMENTS):
+            xs = ()
+            for u in tl.static_range(UNROLL):
+                xs = xs + (tl.load(lists + (i * UNROLL + u) * R + tl.arange(0, R)[:, None]),)
+            merged = _merge(merged, xs, LOG)
+        threshold = merged[K - 1]
+        above = tl.zeros([R, SEGMENTS], tl.int32)
+        equal = tl.zeros([R, SEGMENTS], tl.int32)
+        for i in tl.static_range(K):
+            above += (top[i] > threshold).to(tl.int32)
+            equal += ((top[i] == threshold) & (top[i] > float("-inf"))).to(tl.int32)
+        ties = K - tl.sum(above, 1)[:, None]
+        equal_before = tl.minimum(tl.cumsum(equal, 1) - equal, ties)
+        place = tl.cumsum(above, 1) - above + equal_before
+        ties_left = ties - equal_before
+    else:
+        threshold = top[K - 1]
+        above = tl.zeros([R, SEGMENTS], tl.int32)
+        for i in tl.static_range(K):
+            above += (top[i] > threshold).to(tl.int32)
+        place = tl.zeros([R, SEGMENTS], tl.int32)
+        ties_left = K - above
+    for i in range(per_segment):
+        start = _run_start(groups, segment * per_segment + i, runs, R, UNROLL)
+        for u in tl.static_range(UNROLL):
+            n = start + u + tl.zeros([R, SEGMENTS], tl.int32)
+            x = _scores_of(scores, n, count, ROWS)
+            tie = (x == threshold) & (ties_left > 0) & (n < count)
+            chosen = (x > threshold) | tie
+            tl.store(out + place * stride_out, n, mask=chosen)
+            place += chosen.to(tl.int32)
+            ties_left -= tie.to(tl.int32)
+
+
+@triton.jit
 def _topk_kernel(
     scores,
+    group_scores,
     tiles,
     lists,
+    groups,
     block_ids,
     first_tile,
     N,
@@ -135,16 +255,17 @@ def _topk_kernel(
     SEGMENTS: tl.constexpr,
     R: tl.constexpr,
     LOG: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    tile = tl.program_id(0).to(tl.int64)
     ROWS: tl.constexpr = BLOCK_Q * HP
     K: tl.constexpr = TOPK - LOCAL  # places that scores decide
-    UNROLL: tl.constexpr = 1 << LOG  # at least K
-    LOWEST: tl.constexpr = -3.4028234663852886e38  # a visible block whose score is −inf or NaN still beats no block
+    UNROLL: tl.constexpr = 1 << LOG
     first = tl.load(tiles + (first_tile + tile) * 4 + 1)
     stop = tl.load(tiles + (first_tile + tile) * 4 + 2)
     position = tl.load(tiles + (first_tile + tile) * 4 + 3)
-    row = tl.program_id(1) * R + tl.arange(0, R)
+    r = tl.arange(0, R)
+    row = tl.program_id(1) * R + r
     token = first + row // HP
     head = row % HP
     live = (token < stop) & (head < HKV)
@@ -156,62 +277,31 @@ def _topk_kernel(
     picked = tl.minimum(candidates, K)
     if most > 0:
         if K > 0:
-            segment = tl.arange(0, SEGMENTS)
-            per_segment = (most + SEGMENTS * UNROLL - 1) // (SEGMENTS * UNROLL) * UNROLL
-            base = scores + tile.to(tl.int64) * N * ROWS + row[None, :]
-            start = segment[:, None] * per_segment
-            neg = tl.full([SEGMENTS, R], float("-inf"), tl.float32)
-            top = (neg,) * UNROLL
-            for i in range(0, per_segment, UNROLL):
-                xs = ()
-                for u in tl.static_range(UNROLL):
-                    n = start + i + u
-                    x = tl.load(base + n * ROWS, mask=n < candidates[None, :], other=float("-inf"))
-                    x = tl.where(n < candidates[None, :], tl.where(x >= LOWEST, x, LOWEST), float("-inf"))
-                    xs = xs + (x,)
-                top = _merge(top, xs, LOG)
-            if SEGMENTS > 1:
-                # each segment's list through scratch, then every row's k-th largest of all lists
-                program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-                own = lists + program.to(tl.int64) * SEGMENTS * UNROLL * R
-                place = segment[:, None] * (UNROLL * R) + tl.arange(0, R)[None, :]
-                tl.debug_barrier()
-                for i in tl.static_range(UNROLL):
-                    tl.store(own + place + i * R, top[i])
-                tl.debug_barrier()
-                merged = (tl.full([R], float("-inf"), tl.float32),) * UNROLL
-                for i in range(SEGMENTS):
-                    xs = ()
-                    for u in tl.static_range(UNROLL):
-                        xs = xs + (tl.load(own + (i * UNROLL + u) * R + tl.arange(0, R)),)
-                    merged = _merge(merged, xs, LOG)
-                threshold = merged[K - 1]
-                above = tl.zeros([SEGMENTS, R], tl.int32)
-                equal = tl.zeros([SEGMENTS, R], tl.int32)
-                for i in tl.static_range(K):
-                    above += (top[i] > threshold[None, :]).to(tl.int32)
-                    equal += ((top[i] == threshold[None, :]) & (top[i] >= LOWEST)).to(tl.int32)
-                ties = K - tl.sum(above, 0)
-                equal_before = tl.minimum(tl.cumsum(equal, 0) - equal, ties[None, :])
-                place = tl.cumsum(above, 0) - above + equal_before
-                ties_left = ties[None, :] - equal_before
+            program = tile * tl.num_programs(1) + tl.program_id(1)
+            own = lists + program * SEGMENTS * UNROLL * R
+            base = scores + tile * N * ROWS + row[:, None]
+            to = out[:, None]
+            count = candidates[:, None]
+            if GROUP == 1:
+                runs = (most + UNROLL - 1) // UNROLL
+                _choose(base, None, runs, count, own, to, stride_os, K, ROWS, SEGMENTS, R, LOG)
             else:
-                threshold = tl.max(top[K - 1], 0)
-                above = tl.zeros([SEGMENTS, R], tl.int32)
-                for i in tl.static_range(K):
-                    above += (top[i] > threshold[None, :]).to(tl.int32)
-                place = tl.zeros([SEGMENTS, R], tl.int32)
-                ties_left = K - above
-            for i in range(0, per_segment, UNROLL):
-                for u in tl.static_range(UNROLL):
-                    n = start + i + u
-                    x = tl.load(base + n * ROWS, mask=n < candidates[None, :], other=float("-inf"))
-                    x = tl.where(n < candidates[None, :], tl.where(x >= LOWEST, x, LOWEST), float("-inf"))
-                    tie = (x == threshold[None, :]) & (ties_left > 0) & (n < candidates[None, :])
-                    chosen = (x > threshold[None, :]) | tie
-                    tl.store(out[None, :] + place * stride_os, n, mask=chosen)
-                    place += chosen.to(tl.int32)
-                    ties_left -= tie.to(tl.int32)
+                # whole groups only: beyond them the maxima hold blocks that are forced or unseen
+                num_whole = candidates // GROUP
+                listed = groups + program * (K + 1) * R
+                for i in tl.static_range(K + 1):
+                    tl.store(listed + i * R + r, 1 << 24)
+                tl.debug_barrier()
+                group_base = group_scores + tile * tl.cdiv(N, GROUP) * ROWS + row[:, None]
+                most_whole = most // GROUP
+                runs = (most_whole + UNROLL - 1) // UNROLL
+                group_to = (listed + r)[:, None]
+                _choose(group_base, None, runs, num_whole[:, None], own, group_to, R, K, ROWS, SEGMENTS, R, LOG)
+                tl.debug_barrier()
+                tl.store(listed + tl.minimum(num_whole, K) * R + r, num_whole)
+                tl.debug_barrier()
+                runs = tl.minimum(most_whole, K) + 1
+                _choose(base, listed, runs, count, own, to, stride_os, K, ROWS, SEGMENTS, R, LOG)
     s = tl.arange(0, triton.next_power_of_2(TOPK))
     forced = candidates[:, None] + s[None, :] - picked[:, None]
     ids = tl.where(forced < visible[:, None], forced, -1)
@@ -223,11 +313,11 @@ def _topk_kernel(
 
 
 @lru_cache(maxsize=4096)
-def split_of(num_tiles: int, num_blocks: int, num_workers: int) -> int:
-    """Blocks per split of the context, so that the splits of all tiles fill the card in whole waves."""
+def split_of(num_tiles: int, num_blocks: int, num_workers: int, group: int = 1) -> int:
+    """Blocks per split of the context, whole groups, so that the splits of all tiles fill the card in whole waves."""
     best, best_cost = num_blocks, float("inf")
     for splits in range(1, max(2, num_blocks // 16 + 1)):
-        blocks = -(-num_blocks // splits)
+        blocks = -(-num_blocks // (splits * group)) * group
         waves = -(-num_tiles * -(-num_blocks // blocks) // num_workers)
         cost = waves * (blocks + 2.0)
         if cost < best_cost * 0.99:
@@ -248,21 +338,27 @@ def score_tiles(
     block_table: torch.Tensor,
     tiles: torch.Tensor,
     scores: torch.Tensor,
+    group_scores: torch.Tensor,
     first_tile: int,
     num_tiles: int,
     num_blocks: int,
     block_q: int,
+    group: int,
 ) -> None:
-    """Block scores of `num_tiles` query tiles into scores [tiles, num_blocks, block_q * Hkv padded]."""
+    """Block scores of `num_tiles` query tiles into scores [tiles, num_blocks, block_q * Hkv padded].
+
+    With group > 1 the best of each whole group of blocks goes into group_scores [tiles, num_blocks / group, rows].
+    """
     num_heads, dim = index_q.shape[1:]
     block_size = index_k_cache.shape[1]
-    split_blocks = split_of(num_tiles, num_blocks, 2 * num_workers(index_q.device))
+    split_blocks = split_of(num_tiles, num_blocks, 2 * num_workers(index_q.device), group)
     _score_kernel[(num_tiles, triton.cdiv(num_blocks, split_blocks))](
         index_q,
         index_k_cache,
         block_table,
         tiles,
         scores,
+        group_scores,
         first_tile,
         num_tiles,
         split_blocks,
@@ -272,6 +368,7 @@ def score_tiles(
         index_k_cache.stride(0),
         index_k_cache.stride(1),
         block_table.stride(0),
+        GROUP=group,
         HKV=num_heads,
         HP=triton.next_power_of_2(num_heads),
         DI=dim,
@@ -293,10 +390,12 @@ class ScoreTiles(Protocol):
         block_table: torch.Tensor,
         tiles: torch.Tensor,
         scores: torch.Tensor,
+        group_scores: torch.Tensor,
         first_tile: int,
         num_tiles: int,
         num_blocks: int,
         block_q: int,
+        group: int,
     ) -> None: ...
 
 
@@ -307,8 +406,11 @@ def why_not(
     reason = why_not_triton(index_q)
     if reason is not None:
         return reason
-    if index_q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or index_k_cache.dtype != index_q.dtype:
-        return f"{index_q.dtype} queries and {index_k_cache.dtype} keys: one of float32, bfloat16, float16 is needed"
+    narrow = torch.float8_e4m3fn
+    if index_q.dtype not in (torch.float32, torch.bfloat16, torch.float16, narrow):
+        return f"index_q is {index_q.dtype}"
+    if index_k_cache.dtype not in (index_q.dtype, narrow):
+        return f"index_q is {index_q.dtype}, index_k_cache {index_k_cache.dtype}: neither the same nor {narrow}"
     if index_q.stride(2) != 1:
         return "index_q's last dimension must be contiguous"
     if index_k_cache.shape[1] not in (16, 32, 64, 128) or not 16 <= index_k_cache.shape[2] <= 256 or topk > 64:
@@ -358,12 +460,17 @@ def select_blocks(
     )
     chunk = max(1, min(total_tiles, SCRATCH_BYTES // (num_blocks * rows * 4)))
     scores = torch.empty((chunk, num_blocks, rows), dtype=torch.float32, device=index_q.device)
+    log = max(3, (topk - local_blocks - 1).bit_length()) if topk > local_blocks else 3
+    group, group_scores, groups = 1, scores, tiles
+    if topk > local_blocks and num_blocks >= MIN_GROUPED and 1 << log <= MAX_GROUP:
+        group = 1 << log
+        group_scores = scores.new_empty((chunk, -(-num_blocks // group), rows))
+        groups = tiles.new_empty(chunk * rows * (topk - local_blocks + 1))
     r = min(32, rows)
     workers = num_workers(index_q.device)
     segments = 1
     while segments < 32 and chunk * (rows // r) * segments < workers * 24 and segments * MIN_SEGMENT < num_blocks:
         segments *= 2
-    log = max(3, (topk - local_blocks - 1).bit_length()) if topk > local_blocks else 3
     lists = torch.empty(
         (chunk * (rows // r) * segments * (r << log) if segments > 1 else 1,),
         dtype=torch.float32,
@@ -371,11 +478,14 @@ def select_blocks(
     )
     for first_tile in range(0, total_tiles, chunk):
         count = min(chunk, total_tiles - first_tile)
-        score_tiles(index_q, index_k_cache, block_table, tiles, scores, first_tile, count, num_blocks, block_q)
+        where = (first_tile, count, num_blocks, block_q, group)
+        score_tiles(index_q, index_k_cache, block_table, tiles, scores, group_scores, *where)
         _topk_kernel[(count, rows // r)](
             scores,
+            group_scores,
             tiles,
             lists,
+            groups,
             out,
             first_tile,
             num_blocks,
@@ -391,6 +501,7 @@ def select_blocks(
             SEGMENTS=segments,
             R=r,
             LOG=log,
+            GROUP=group,
             num_warps=segments,
         )
     return out
