@@ -50,10 +50,12 @@ class Row:
         return self.num_right / self.num_asked
 
 
-def make_examples(skill: Skill, *, n: int, contexts: Sequence[int], seed: int, count: Count) -> list[Example]:
-    """n examples, of needle and mixed n for each context. The same seed gives the same examples.
+def make_examples(
+    skill: Skill, *, n: int, contexts: Sequence[int], seed: int, count: Count, first: int = 0
+) -> list[Example]:
+    """Examples first, first + 1, … of a seed: n, of needle and mixed n for each context.
 
-    contexts: tokens of prompt. count: tokens of a text.
+    The same seed gives the same examples. contexts: tokens of prompt. count: tokens of a text.
 
     Raises:
         InvalidRequestError: a context too short to hold a fact.
@@ -66,10 +68,10 @@ def make_examples(skill: Skill, *, n: int, contexts: Sequence[int], seed: int, c
         "tool": tool.generate,
     }
     if skill in generators:
-        return [generators[skill](random.Random(f"{skill} {seed} {i}")) for i in range(n)]
+        return [generators[skill](random.Random(f"{skill} {seed} {i}")) for i in range(first, first + n)]
     examples = []
     for context in contexts:
-        for i in range(n):
+        for i in range(first, first + n):
             rng = random.Random(f"{skill} {seed} {context} {i}")
             room = context - PROMPT_MARGIN
             if skill == "needle":

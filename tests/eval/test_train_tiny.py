@@ -17,6 +17,7 @@ from msaserve import pixels
 from msaserve.config import ModelConfig, VisionConfig
 from msaserve.eval import picture, tool, video, words
 from msaserve.eval.example import Example
+from msaserve.eval.run import make_examples
 from msaserve.llm import LLM
 from msaserve.models.loader import load_model
 from msaserve.tokenizer import Tokenizer
@@ -343,14 +344,36 @@ def test_evaluation_fails_below_a_bar(
         options = ["--checkpoint", str(untrained), "--out", str(tmp_path), "--device", "cpu"]
         return evaluate.evaluate(evaluate.parse_arguments(options))
 
-    assert passes(evaluate.Bar("tool", 1), evaluate.Bar("needle", 1, (300,), at_most=0.2, selection="random"))
+    assert passes(evaluate.Bar("tool", 1), evaluate.Bar("needle", 1, 300, at_most=0.2, selection="random"))
     report = json.loads((tmp_path / "evaluation.json").read_text())
-    assert [(row["selection"], row["asked"], row["is_passed"]) for row in report] == [
+    assert [(row["selection"], row["asked"], row["is_passed"]) for row in report["rows"]] == [
         ("index", 1, True),
         ("random", 1, True),
     ]
     assert not passes(evaluate.Bar("tool", 1, at_least=0.98))
     assert "MISSED" in capsys.readouterr().out
+
+
+def test_evaluation_is_cut_into_tasks_that_make_a_whole() -> None:
+    for num_processes in (1, 2, 10):
+        made = evaluate.tasks(evaluate.FULL, num_processes)
+        assert [task.cost for task in made] == sorted((task.cost for task in made), reverse=True)
+        for bar in evaluate.FULL:
+            parts = sorted((task.first, task.n) for task in made if task.bar == bar)
+            assert [first for first, _ in parts] == [sum(n for _, n in parts[:i]) for i in range(len(parts))]
+            assert sum(n for _, n in parts) == bar.n
+
+
+def test_examples_of_a_part_are_those_of_the_whole(tokenizer: Tokenizer) -> None:
+    def made(skill: Any, n: int, first: int) -> list[Any]:
+        count = lambda text: len(tokenizer.encode_plain(text))  # noqa: E731
+        return [
+            [part for part in example.turns[0].parts if isinstance(part, str)]
+            for example in make_examples(skill, n=n, contexts=(400,), seed=1, count=count, first=first)
+        ]
+
+    for skill in ("needle", "tool"):
+        assert made(skill, 4, 0)[2:] == made(skill, 2, 2)
 
 
 def test_log_is_drawn(tmp_path: Path) -> None:
