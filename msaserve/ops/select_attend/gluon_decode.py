@@ -92,11 +92,18 @@ def _let_next_start():
 
 
 @gluon.jit
+def _order_key(score):
+    """int32 that sorts like the score, which is no NaN; neither LOWEST nor UNWRITTEN, and below NONE."""
+    bits = gl.where(score == 0.0, 0.0, score).to(gl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@gluon.jit
 def _scan_kernel(
     index_q, index_k, block_table, seq_lens, cu_query_lens, scores, comb_scores, comb_blocks,
     max_blocks, stride_qt, stride_qh, stride_b, stride_sh, stride_st,
     H: gl.constexpr, QP: gl.constexpr, R: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, COMBS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, COMBS: gl.constexpr, PDL: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with COMBS their best.
 
@@ -142,7 +149,7 @@ def _scan_kernel(
     real = (r // QP < H) & (r % QP < query_len)
     out = scores + (r // QP) * stride_sh + row * stride_st
     comb_at = (row * H + r // QP) * step + first
-    if PDL:
+    if OVERLAP:
         for i in range(count):
             gl.store(out + (first + i * step), gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
         if COMBS:
@@ -179,12 +186,12 @@ def _scan_kernel(
         seen = (n * BLOCK + offset)[:, None] < visible[None, :]
         # A NaN key compares false and is left out like an unseen one.
         best = gl.max(gl.where(seen & (s > float("-inf")), s, float("-inf")), 0)
-        gl.store(out + n, best.to(gl.int32, bitcast=True), mask=real)
+        gl.store(out + n, _order_key(best), mask=real)
         if COMBS:
             comb_block = gl.where(best > comb_best, n, comb_block)
             comb_best = gl.maximum(best, comb_best)
     if COMBS:
-        gl.store(comb_scores + comb_at, comb_best.to(gl.int32, bitcast=True), mask=real)
+        gl.store(comb_scores + comb_at, _order_key(comb_best), mask=real)
         gl.store(comb_blocks + comb_at, comb_block, mask=real)
 
 
@@ -205,20 +212,11 @@ def _least(x):
 
 @gluon.jit
 def _await(words, mask):
-    """The words once all of them are written."""
-    x = gl.load(words, mask=mask, other=0, volatile=True)
+    """The words once all of them are written; LOWEST where they are masked."""
+    x = gl.load(words, mask=mask, other=LOWEST, volatile=True)
     while _greatest((x == UNWRITTEN).to(gl.int32)) != 0:
-        x = gl.load(words, mask=mask, other=0, volatile=True)
+        x = gl.load(words, mask=mask, other=LOWEST, volatile=True)
     return x
-
-
-@gluon.jit
-def _order_key(bits, n, num_blocks, first_local):
-    """int32 that sorts like the score of these bits: forced blocks above all, blocks beyond the request below all."""
-    bits = gl.where(bits == LOWEST, 0, bits)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = gl.where(n >= first_local, NONE, key)
-    return gl.where(n < num_blocks, key, LOWEST)
 
 
 @gluon.jit
@@ -242,22 +240,24 @@ def _choose(
     first_local = num_blocks - local_blocks
     combs: gl.constexpr = CP
     c = gl.arange(0, CP, layout=_whole(CP, num_warps))
+    is_in = c < num_blocks
     if RP == 0:
-        bits = _await(scores + c, c < num_blocks)
-        chosen = _take_best(_order_key(bits, c, num_blocks, first_local), c, S, place)
+        key = _await(scores + c, is_in)
+        chosen = _take_best(gl.where(is_in & (c >= first_local), NONE, key), c, S, place)
     else:
-        is_in = c < num_blocks
         best = _await(comb_scores + c, is_in)
         block = _await(comb_blocks + c, is_in)
         # A forced block stands for its comb, the last of them if it has several.
         last = c + (num_blocks - 1 - c) // combs * combs
-        block = gl.where(is_in, gl.where(last >= first_local, last, block), NONE)
-        top = _take_best(_order_key(best, block, num_blocks, first_local), block, S, place)
+        is_forced = is_in & (last >= first_local)
+        block = gl.where(is_forced, last, gl.where(is_in, block, NONE))
+        top = _take_best(gl.where(is_forced, NONE, best), block, S, place)
         grid: gl.constexpr = _whole_2d(SP, RP, num_warps)
-        start = gl.convert_layout(gl.where(top < num_blocks, top % combs, 0x40000000), gl.SliceLayout(1, grid))
+        start = gl.convert_layout(gl.where(top < num_blocks, top % combs, NONE // 2), gl.SliceLayout(1, grid))
         n = start[:, None] + (gl.arange(0, RP, layout=gl.SliceLayout(0, grid)) * combs)[None, :]
-        bits = _await(scores + n, n < num_blocks)
-        chosen = _take_best(_order_key(bits, n, num_blocks, first_local), n, S, place)
+        is_in = n < num_blocks
+        key = _await(scores + n, is_in)
+        chosen = _take_best(gl.where(is_in & (n >= first_local), NONE, key), n, S, place)
     return gl.where((place < num_blocks) & (place < S), chosen, -1)
 
 
@@ -284,7 +284,7 @@ def _attend_kernel(
     BP: gl.constexpr, QP: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
     S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr,
     SPLITS: gl.constexpr, STAGES: gl.constexpr, SCALED_K: gl.constexpr, SCALED_V: gl.constexpr,
-    PDL: gl.constexpr, STRICT: gl.constexpr, num_warps: gl.constexpr,
+    PDL: gl.constexpr, STRICT: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Split program_id(0) of KV head program_id(1) and query token program_id(2).
 
@@ -335,8 +335,10 @@ def _attend_kernel(
     g = gl.arange(0, 16, layout=columns)
     d = gl.arange(0, D, layout=gl.SliceLayout(1, mma))
     part = ((row * gl.num_programs(1) + head) * SPLITS + split) * G + g
+    if PDL and not OVERLAP:
+        _wait_for_launch_before()
     if PDL:
-        if SPLITS > 1:
+        if SPLITS > 1 and OVERLAP:
             unwritten = gl.full([D, 16], UNWRITTEN, gl.int32, layout=mma)
             gl.store(partial_out + part[None, :] * D + d[:, None], unwritten, mask=(g < G)[None, :])
             gl.store(partial_lse + part, gl.full([16], UNWRITTEN, gl.int32, layout=columns), mask=g < G)
@@ -445,6 +447,7 @@ def _merge_kernel(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
     STRICT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Query head program_id(0) of query token program_id(1): its partials, once they are written, weighed."""
     query_head = tl.program_id(0)
@@ -454,6 +457,8 @@ def _merge_kernel(
     d = tl.arange(0, D)
     part = ((t * num_kv_heads + query_head // G) * SPLITS + split) * G + query_head % G
     if PDL:
+        if not OVERLAP:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     lse = tl.load(partial_lse + part, volatile=True)
     acc = tl.load(partial_out + part[:, None] * D + d[None, :], volatile=True)
@@ -527,6 +532,7 @@ def select_attend(
     tile: int | None = None,
     stages: int | None = None,
     strict: bool = True,
+    overlap: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits depend on shapes only."""
     num_rows, num_heads, dim = q.shape
@@ -573,6 +579,7 @@ def select_attend(
         BLOCK=block_size,
         STAGES=scan_stages or min(2, per_program),
         COMBS=run > 0,
+        OVERLAP=overlap,
         num_warps=4,
         **pdl,
     )
@@ -631,6 +638,7 @@ def select_attend(
         SCALED_K=k_scale is not None,
         SCALED_V=v_scale is not None,
         STRICT=strict,
+        OVERLAP=overlap,
         num_warps=4,
         **pdl,
     )
@@ -645,6 +653,7 @@ def select_attend(
             D=dim,
             SPLITS=splits,
             STRICT=strict,
+            OVERLAP=overlap,
             num_warps=1,
             **pdl,
         )
