@@ -205,6 +205,11 @@ def _greatest(x):
 
 @gluon.jit
 def _least(x):
+    if len(x.shape) == 1 and x.shape[0] >= 256:
+        # A thread's values in several chains of comparisons, not in one.
+        x = gl.min(gl.reshape(x, [x.shape[0] // 128, 128]), 0)
+    elif len(x.shape) == 2 and x.shape[1] >= 8:
+        x = gl.min(gl.reshape(x, [x.shape[0], 4, x.shape[1] // 4]), 2)
     for _ in gl.static_range(len(x.shape)):
         x = gl.min(x, len(x.shape) - 1)
     return x
