@@ -35,6 +35,9 @@ from msaserve.ops.select_blocks import decode_triton as select
 from msaserve.ops.sparse_attend import decode_triton as attend
 from msaserve.ops.sparse_attend.decode_triton import LOG2_E, head_step, num_splits, partials
 
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+"""Of a program's threads, under its name in the Triton at hand."""
+
 UNWRITTEN = gl.constexpr(-1)
 """Bits of a word that is still to be written: as a float32 a NaN other than the one that arithmetic yields."""
 
@@ -82,10 +85,17 @@ def _wait_for_launch_before():
 
 
 @gluon.jit
+def _fetch_descriptor(NAME: gl.constexpr):
+    """Bring a kernel's parameter, a TMA descriptor, into the descriptor cache."""
+    PTX: gl.constexpr = "prefetch.param.tensormap [" + NAME + "]; // $0"
+    gl.inline_asm_elementwise(PTX, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _let_next_start():
     """After this program's words are UNWRITTEN where every other program would see it."""
     gl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    gl.thread_barrier()
+    thread_barrier()
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -103,7 +113,7 @@ def _scan_kernel(
     index_q, index_k, block_table, seq_lens, cu_query_lens, scores, comb_scores, comb_blocks,
     max_blocks, stride_qt, stride_qh, stride_b, stride_sh, stride_st,
     H: gl.constexpr, QP: gl.constexpr, R: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, COMBS: gl.constexpr, PDL: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, COMBS: gl.constexpr, PDL: gl.constexpr, OVERLAP: gl.constexpr, PREFETCH: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with COMBS their best.
 
@@ -118,6 +128,8 @@ def _scan_kernel(
     queries: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=width)
     columns: gl.constexpr = gl.SliceLayout(0, mma)
 
+    if PREFETCH:
+        _fetch_descriptor("_scan_kernel_param_1")
     k_smem = gl.allocate_shared_memory(index_k.dtype, [STAGES, 1, BLOCK, D], index_k.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for fill in gl.static_range(STAGES):
@@ -136,7 +148,7 @@ def _scan_kernel(
     query_len = gl.load(cu_query_lens + request + 1) - start
     num_blocks = gl.minimum((seq_len + BLOCK - 1) // BLOCK, max_blocks)
     count = gl.where(query_len > 0, (num_blocks - first + step - 1) // step, 0)
-    gl.thread_barrier()
+    thread_barrier()
     if PDL:
         _wait_for_launch_before()
     for fill in gl.static_range(STAGES):
@@ -180,7 +192,7 @@ def _scan_kernel(
         k = k_smem.index(stage).reshape([BLOCK, D]).load(keys)
         s = mma_v2(k.to(element), q, gl.zeros([BLOCK, R], gl.float32, layout=mma))
         if i + STAGES < count:
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.expect(full.index(stage), page_bytes)
             tma_load(index_k, [ahead, 0, 0], full.index(stage), k_smem.index(stage))
         seen = (n * BLOCK + offset)[:, None] < visible[None, :]
@@ -289,7 +301,7 @@ def _attend_kernel(
     BP: gl.constexpr, QP: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
     S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr,
     SPLITS: gl.constexpr, STAGES: gl.constexpr, SCALED_K: gl.constexpr, SCALED_V: gl.constexpr,
-    PDL: gl.constexpr, STRICT: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+    PDL: gl.constexpr, STRICT: gl.constexpr, OVERLAP: gl.constexpr, PREFETCH: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Split program_id(0) of KV head program_id(1) and query token program_id(2).
 
@@ -308,6 +320,9 @@ def _attend_kernel(
     t = gl.program_id(2)
     row = t.to(gl.int64)
 
+    if PREFETCH:
+        _fetch_descriptor("_attend_kernel_param_1")
+        _fetch_descriptor("_attend_kernel_param_10")
     k_smem = gl.allocate_shared_memory(k_cache.dtype, [STAGES, 1, 1, TILE, D], k_cache.layout)
     v_smem = gl.allocate_shared_memory(v_cache.dtype, [STAGES, 1, 1, TILE, D], v_cache.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -352,7 +367,7 @@ def _attend_kernel(
         scale_log2 *= gl.load(k_scale + head * stride_ks)
     q_smem.store(q.to(element))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     place = gl.arange(0, SP, layout=_whole(SP, num_warps))
     if RP == 0:
@@ -398,7 +413,7 @@ def _attend_kernel(
             # A weight of 0 does not silence NaN.
             v_wide.store(gl.where((rows < rest)[:, None], v.load(tile).to(element), 0.0))
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             k = k_wide
             v = v_wide
         else:
@@ -416,12 +431,12 @@ def _attend_kernel(
         best = higher
         p_smem.store(gl.permute(p.to(element), (1, 0)))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         acc = warpgroup_mma(v.permute((1, 0)), p_smem.permute((1, 0)), acc * fade[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         done += 1
         if piece + STAGES * SPLITS < pieces:
-            gl.thread_barrier()
+            thread_barrier()
             _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, place, piece + STAGES * SPLITS, stage, head, PARTS, TILE, BYTES)  # fmt: skip
 
     is_empty = total == 0.0
@@ -538,6 +553,7 @@ def select_attend(
     stages: int | None = None,
     strict: bool = True,
     overlap: bool = True,
+    prefetch: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits depend on shapes only."""
     num_rows, num_heads, dim = q.shape
@@ -585,6 +601,7 @@ def select_attend(
         STAGES=scan_stages or min(2, per_program),
         COMBS=run > 0,
         OVERLAP=overlap,
+        PREFETCH=prefetch,
         num_warps=4,
         **pdl,
     )
@@ -644,6 +661,7 @@ def select_attend(
         SCALED_V=v_scale is not None,
         STRICT=strict,
         OVERLAP=overlap,
+        PREFETCH=prefetch,
         num_warps=4,
         **pdl,
     )
