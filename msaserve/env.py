@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 
 def is_check_on() -> bool:
@@ -18,6 +19,21 @@ def log_level() -> str:
 def api_key() -> str | None:
     """MSASERVE_API_KEY (default none): the key the server asks for, when the command line names none."""
     return os.environ.get("MSASERVE_API_KEY") or None
+
+
+def vllm_plugin() -> Literal["off", "auto", "on"]:
+    """MSASERVE_VLLM (default auto): 0 leaves vLLM as it is; 1 takes our kernels on other cards than Hopper's too."""
+    if os.environ.get("MSASERVE_VLLM", "").strip().lower() in {"0", "false", "no", "off"}:
+        return "off"
+    return "on" if _is_true("MSASERVE_VLLM") else "auto"
+
+
+def has_otlp_endpoint() -> bool:
+    """OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, OTEL_EXPORTER_OTLP_ENDPOINT (default none): where spans go.
+
+    OpenTelemetry's packages read these and its other variables themselves.
+    """
+    return any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"))
 
 
 def _is_true(name: str) -> bool:

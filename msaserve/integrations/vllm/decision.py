@@ -1,0 +1,47 @@
+"""Whether a model's sparse layers run on our operators. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+INDEX_DTYPES = ("bf16", "fp8", "fp8_e4m3")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the decision depends on."""
+
+    forced: bool
+    """MSASERVE_VLLM=1: other cards than Hopper's too."""
+    capability: tuple[int, int]
+    kv_dtype: str
+    """As --kv-cache-dtype names it."""
+    index_dtype: str
+    """As attention_config.indexer_kv_dtype names it."""
+    sparse: Mapping[str, Any]
+    """The model's sparse_attention_config."""
+
+    def why_stock(self) -> str | None:
+        """Why vLLM's own kernels run; None if ours do."""
+        major, minor = self.capability
+        if self.forced and major < 8:
+            return f"compute capability {major}.{minor} is under 8.0"
+        if not self.forced and major != 9:
+            return f"compute capability {major}.{minor} is not Hopper's; MSASERVE_VLLM=1 takes ours all the same"
+        if self.kv_dtype not in KV_DTYPES:
+            return f"the KV cache is {self.kv_dtype}, not one of {', '.join(KV_DTYPES)}"
+        if self.index_dtype not in INDEX_DTYPES:
+            return f"the index cache is {self.index_dtype}, not one of {', '.join(INDEX_DTYPES)}"
+        topk, local = self.sparse["sparse_topk_blocks"], self.sparse.get("sparse_local_block", 0)
+        if not 1 <= local <= topk <= 64:
+            return f"sparse_local_block is {local} and sparse_topk_blocks {topk}, not 1 ≤ local ≤ topk ≤ 64"
+        if self.sparse.get("sparse_init_block", 0) != 0:
+            return f"sparse_init_block is {self.sparse['sparse_init_block']}, not 0"
+        if self.sparse.get("sparse_score_type", "max") != "max":
+            return f"sparse_score_type is {self.sparse['sparse_score_type']!r}, not 'max'"
+        if self.sparse["sparse_block_size"] != 128 or self.sparse["sparse_index_dim"] != 128:
+            return "sparse_block_size and sparse_index_dim are not both 128"
+        return None

@@ -1,0 +1,102 @@
+"""vLLM's MiniMax-M3 models, whose sparse layers are built with our implementations. vLLM imports this by name.
+
+Importing it puts our choice in front of vLLM's two functions that choose a layer's implementations; the classes are
+vLLM's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import vllm
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.models.minimax_m3 import (
+    MiniMaxM3MTP,
+    MiniMaxM3SparseForCausalLM,
+    MiniMaxM3SparseForConditionalGeneration,
+)
+from vllm.models.minimax_m3.common import indexer, sparse_attention
+from vllm.platforms import current_platform
+
+import msaserve
+from msaserve import env
+from msaserve.integrations.vllm.decision import Setting
+
+__all__ = ["MiniMaxM3MTP", "MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"]
+
+logger = init_logger("vllm.msaserve")
+
+
+def _why_stock() -> str | None:
+    """Why the layer that is being built gets vLLM's own kernels; None if it gets ours. Says so once."""
+    from msaserve.integrations.vllm.attention import RELEASE
+
+    config = get_current_vllm_config()
+    attention = config.attention_config
+    resolve = getattr(attention, "resolve_indexer_kv_dtype", None)
+    capability = current_platform.get_device_capability()
+    setting = Setting(
+        forced=env.vllm_plugin() == "on",
+        capability=(0, 0) if capability is None else (capability.major, capability.minor),
+        kv_dtype=str(config.cache_config.cache_dtype),
+        index_dtype=str(attention.indexer_kv_dtype if resolve is None else resolve("bf16")),
+        sparse=config.model_config.hf_text_config.sparse_attention_config,
+    )
+    reason = setting.why_stock()
+    if reason is None:
+        logger.info_once(
+            "msaserve %s: MiniMax-M3 selects blocks and attends to them with msaserve's kernels (vLLM %s, compute "
+            "capability %d.%d, KV cache %s, index cache %s)",
+            msaserve.__version__,
+            vllm.__version__,
+            *setting.capability,
+            setting.kv_dtype,
+            setting.index_dtype,
+        )
+    else:
+        say = logger.info_once if RELEASE.is_stock_right else logger.warning_once
+        fault = "" if RELEASE.is_stock_right else ". Those of this release misread the selected blocks (vllm#48603)"
+        say("msaserve: MiniMax-M3 runs on vLLM's own kernels: %s%s", reason, fault)
+    return reason
+
+
+def _ours_first(choose: Callable[..., Any], name: str, *, with_backend: bool = False) -> Callable[..., Any]:
+    """`choose`, asked only when ours, `name` of the attention module, does not take the layer."""
+
+    @functools.wraps(choose)
+    def chosen(**kwargs: Any) -> Any:
+        if _why_stock() is not None:
+            return choose(**kwargs)
+        from msaserve.integrations.vllm import attention
+
+        impl = getattr(attention, name)
+        return (sparse_attention.MiniMaxM3SparseBackend, impl) if with_backend else impl
+
+    chosen.__msaserve__ = True  # type: ignore[attr-defined]
+    return chosen
+
+
+def _install() -> None:
+    from vllm.models.minimax_m3.nvidia import model
+
+    from msaserve.integrations.vllm.attention import RELEASE
+
+    if getattr(indexer.select_indexer_impl_cls, "__msaserve__", False):
+        return
+    with_backend = "backend" in RELEASE.selector
+    chosen = _ours_first(getattr(model, RELEASE.selector), "MsaAttend", with_backend=with_backend)
+    # Both or neither: an indexer of ours before vLLM's attention would be right in some releases only.
+    indexer.select_indexer_impl_cls = _ours_first(indexer.select_indexer_impl_cls, "MsaIndexer")
+    # The model has bound the function under its own name; the other binding is what else would be asked.
+    setattr(model, RELEASE.selector, chosen)
+    setattr(sparse_attention, RELEASE.selector, chosen)
+
+
+if current_platform.is_cuda():
+    try:
+        _install()
+    except Exception:
+        logger.warning("msaserve: the plugin does not fit this vLLM; it runs its own kernels", exc_info=True)
