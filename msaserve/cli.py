@@ -14,7 +14,7 @@ import msgspec
 import tyro
 
 import msaserve
-from msaserve.config import EngineConfig, ModelConfig
+from msaserve.config import EngineConfig, KVCacheDtype, ModelConfig
 from msaserve.errors import CheckpointError, InvalidRequestError, MsaserveError
 from msaserve.eval.command import Eval
 from msaserve.gateway.command import Gateway
@@ -112,6 +112,8 @@ class Check:
     """GiB for weights and cache together."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of weights and cache."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Of the cache, if another than `dtype`."""
 
     def run(self) -> int:
         from msaserve.gateway.chat import ChatTemplate
@@ -122,7 +124,7 @@ class Check:
         tokenizer = Tokenizer.load(self.checkpoint)
         template = ChatTemplate.load(self.checkpoint)
         budget = int(self.memory * GIB) - weight_bytes(config, self.dtype)
-        plan = plan_memory(config, self.dtype, max(budget, 0))
+        plan = plan_memory(config, self.dtype, max(budget, 0), self.kv_cache_dtype)
         text, vision = config.text, config.vision
         num_sparse, num_moe = len(text.sparse_layer_ids), sum(text.has_moe)
         num_dense = text.num_layers - num_sparse
@@ -188,7 +190,8 @@ def _run(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("msaserve"):
             raise
-        return _fail(f"this needs {error.name}, which is not installed: pip install 'msaserve[{command.needs}]'", 1)
+        extra = "otel" if str(error.name).startswith("opentelemetry") else command.needs
+        return _fail(f"this needs {error.name}, which is not installed: pip install 'msaserve[{extra}]'", 1)
 
 
 def _fail(message: str, code: int) -> int:

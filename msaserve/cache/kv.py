@@ -47,6 +47,7 @@ class KVCache:
     ) -> None:
         self.num_pages = num_pages
         self.block_size = block_size
+        self.dtype = dtype
         shape = (num_layers, num_pages, block_size, num_kv_heads, head_dim)
         self._k = torch.zeros(shape, dtype=dtype, device=device)
         self._v = torch.zeros(shape, dtype=dtype, device=device)

@@ -197,7 +197,7 @@ def _make_cache(model: MiniMaxM3, config: EngineConfig) -> KVCache:
     """Pages for the budget, but no more than max_num_seqs requests of the greatest length fill."""
     text = model.config.text
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
-    page_bytes = sum(cache_bytes_per_token(text, dtype)) * text.block_size
+    page_bytes = sum(cache_bytes_per_token(text, dtype, config.kv_cache_dtype)) * text.block_size
     budget = _free_bytes(model.device) if config.kv_cache_bytes is None else config.kv_cache_bytes
     max_model_len = config.max_model_len or model.config.max_model_len
     num_useful = config.max_num_seqs * -(-max_model_len // text.block_size) + 1
@@ -215,7 +215,7 @@ def _make_cache(model: MiniMaxM3, config: EngineConfig) -> KVCache:
         num_kv_heads=text.num_kv_heads,
         head_dim=text.head_dim,
         index_dim=text.index_dim,
-        dtype=model.dtype,
+        dtype=model.dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn,
         device=model.device,
     )
 

@@ -38,6 +38,11 @@ class Runner:
         self._device = model.device
         self._media = MediaFeatures(self._embed_media, max_bytes=MEDIA_CACHE_BYTES)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self._model.dtype
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute every row's tokens, store their K, V and index-K, and sample where the plan says so.

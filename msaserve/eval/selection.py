@@ -39,16 +39,13 @@ class _Dense(_Ablated):
     def _attend_sparse(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         index_q: torch.Tensor,
-        index_k: torch.Tensor,
         batch: AttentionBatch,
         cache: KVCache,
         attend_impl: str | None,
         observer: Observer | None,
     ) -> torch.Tensor:
-        return self._attend_dense(q, k, v, batch, cache)
+        return self._attend_dense(q, batch, cache)
 
 
 class _Random(_Ablated):
@@ -60,19 +57,15 @@ class _Random(_Ablated):
     def _attend_sparse(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         index_q: torch.Tensor,
-        index_k: torch.Tensor,
         batch: AttentionBatch,
         cache: KVCache,
         attend_impl: str | None,
         observer: Observer | None,
     ) -> torch.Tensor:
         k_cache, v_cache = cache.k(self.layer), cache.v(self.layer)
-        ops.store_kv(k, v, k_cache, v_cache, batch.slots)
         num_blocks = -(-batch.max_seq_len // self.config.block_size)
-        scores = torch.rand(k.shape[1], len(q), num_blocks, generator=self._generator, device=q.device)
+        scores = torch.rand(self.config.num_kv_heads, len(q), num_blocks, generator=self._generator, device=q.device)
         own = batch.positions.to(torch.int64) // self.config.block_size
         scores.masked_fill_(torch.arange(num_blocks, device=q.device) > own[:, None], -torch.inf)
         block_ids = ops.topk_blocks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from msaserve.cache.kv import AttentionBatch, KVCache
 from msaserve.config import TextConfig
 from msaserve.layers.linear import Linear
 from msaserve.layers.norm import GemmaRMSNorm
-from msaserve.layers.rope import CosSin, rotate
+from msaserve.layers.rope import CosSin
 
 Observer = Callable[[str, int, torch.Tensor], None]
 """Called with (what, layer, tensor) as the layers go by: "index_q" [T, Hkv, Di] and "block_ids" [Hkv, T, S] of sparse
@@ -56,45 +57,49 @@ class MsaAttention(nn.Module):
         observer: Observer | None = None,
     ) -> torch.Tensor:
         """x [T, hidden] → [T, hidden]. Stores this step's K, V and index-K in the cache."""
-        heads = (x.shape[0], -1, self.config.head_dim)
-        parts = torch.split(self.in_proj(x), list(self.projection_sizes.values()), dim=-1)
-        projected = dict(zip(self.projection_sizes, parts, strict=True))
-        q = rotate(self.q_norm(projected["q"].view(heads)), rotation)
-        k = rotate(self.k_norm(projected["k"].view(heads)), rotation)
-        v = projected["v"].view(heads)
-        if self.is_sparse:
-            index_q, index_k = self._index(projected["index_q"], projected["index_k"], rotation)
-            out = self._attend_sparse(q, k, v, index_q, index_k, batch, cache, attend_impl, observer)
+        projected = self.in_proj(x)
+        k_cache, v_cache = cache.k(self.layer), cache.v(self.layer)
+        index = self._index_arguments(cache.index_k(self.layer)) if self.is_sparse else {}
+        queries = ops.norm_rope_store(
+            projected,
+            k_cache,
+            v_cache,
+            batch.slots,
+            *rotation,
+            q_weight=self.q_norm.weight,
+            k_weight=self.k_norm.weight,
+            eps=self.q_norm.eps,
+            **index,
+        )
+        if queries.index_q is not None:
+            out = self._attend_sparse(queries.q, queries.index_q, batch, cache, attend_impl, observer)
         else:
-            out = self._attend_dense(q, k, v, batch, cache)
+            out = self._attend_dense(queries.q, batch, cache)
         result: torch.Tensor = self.o_proj(out.flatten(1))
         return result
 
-    def _index(
-        self, index_q: torch.Tensor, index_k: torch.Tensor, rotation: CosSin
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """index_q [T, Hkv, Di] and index_k [T, Di], normalised and rotated."""
-        config = self.config
-        index_q = rotate(self.index_q_norm(index_q.view(index_q.shape[0], -1, config.index_dim)), rotation)
-        index_k = rotate(self.index_k_norm(index_k[:, None]), rotation)
-        if config.num_index_heads < config.num_kv_heads:
-            index_q = index_q.repeat_interleave(config.num_kv_heads // config.num_index_heads, dim=1)
-        return index_q, index_k[:, 0]
+    def _index_arguments(self, index_k_cache: torch.Tensor) -> dict[str, Any]:
+        """What norm_rope_store takes for the index part. Beside 8-bit keys the queries are of 8 bits too."""
+        return {
+            "index_k_cache": index_k_cache,
+            "index_q_weight": self.index_q_norm.weight,
+            "index_k_weight": self.index_k_norm.weight,
+            "num_index_heads": self.config.num_index_heads,
+            "index_q_dtype": index_k_cache.dtype if index_k_cache.itemsize == 1 else None,
+        }
 
     def _attend_sparse(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         index_q: torch.Tensor,
-        index_k: torch.Tensor,
         batch: AttentionBatch,
         cache: KVCache,
         attend_impl: str | None,
         observer: Observer | None,
     ) -> torch.Tensor:
         k_cache, v_cache, index_k_cache = cache.k(self.layer), cache.v(self.layer), cache.index_k(self.layer)
-        ops.store_kv(k, v, k_cache, v_cache, batch.slots, index_k=index_k, index_k_cache=index_k_cache)
+        if self.config.num_index_heads < self.config.num_kv_heads:
+            index_q = repeat_heads(index_q, self.config.num_kv_heads // self.config.num_index_heads)
         block_ids = ops.select_blocks(
             index_q,
             index_k_cache,
@@ -121,18 +126,20 @@ class MsaAttention(nn.Module):
             impl=attend_impl,
         )
 
-    def _attend_dense(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, cache: KVCache
-    ) -> torch.Tensor:
-        k_cache, v_cache = cache.k(self.layer), cache.v(self.layer)
-        ops.store_kv(k, v, k_cache, v_cache, batch.slots)
+    def _attend_dense(self, q: torch.Tensor, batch: AttentionBatch, cache: KVCache) -> torch.Tensor:
         return ops.dense_attend(
             q,
-            k_cache,
-            v_cache,
+            cache.k(self.layer),
+            cache.v(self.layer),
             batch.block_table,
             batch.seq_lens,
             batch.cu_query_lens,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
         )
+
+
+def repeat_heads(index_q: torch.Tensor, times: int) -> torch.Tensor:
+    """[T, Hi, Di] → [T, Hi * times, Di], each head `times` times over; of any dtype."""
+    num_rows, num_heads, dim = index_q.shape
+    return index_q[:, :, None].expand(num_rows, num_heads, times, dim).reshape(num_rows, num_heads * times, dim)

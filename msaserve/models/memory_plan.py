@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from msaserve.config import ModelConfig, TextConfig
+from msaserve.config import KVCacheDtype, ModelConfig, TextConfig
 from msaserve.models.checkpoint import read_entries
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -50,13 +50,18 @@ class MemoryPlan:
         return min(self.max_cached_tokens, self.max_model_len)
 
 
-def plan_memory(config: ModelConfig, dtype: Literal["float32", "bfloat16"], budget_bytes: int) -> MemoryPlan:
+def plan_memory(
+    config: ModelConfig,
+    dtype: Literal["float32", "bfloat16"],
+    budget_bytes: int,
+    kv_cache_dtype: KVCacheDtype = "auto",
+) -> MemoryPlan:
     """The plan for serving `config.directory` in `dtype` with `budget_bytes` for the cache.
 
     Raises:
         CheckpointError: the weight files cannot be read.
     """
-    kv, index = cache_bytes_per_token(config.text, dtype)
+    kv, index = cache_bytes_per_token(config.text, dtype, kv_cache_dtype)
     page_bytes = (kv + index) * config.text.block_size
     return MemoryPlan(
         dtype=dtype,
@@ -83,8 +88,10 @@ def weight_bytes(config: ModelConfig, dtype: Literal["float32", "bfloat16"]) -> 
     )
 
 
-def cache_bytes_per_token(text: TextConfig, dtype: Literal["float32", "bfloat16"]) -> tuple[int, int]:
+def cache_bytes_per_token(
+    text: TextConfig, dtype: Literal["float32", "bfloat16"], kv_cache_dtype: KVCacheDtype = "auto"
+) -> tuple[int, int]:
     """Bytes of K and V over all layers, and of index-K over the sparse layers, that one token takes."""
-    size = _DTYPE_BYTES[dtype]
+    size = _DTYPE_BYTES[dtype] if kv_cache_dtype == "auto" else 1
     kv = text.num_layers * 2 * text.num_kv_heads * text.head_dim * size
     return kv, len(text.sparse_layer_ids) * text.index_dim * size

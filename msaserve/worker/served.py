@@ -26,6 +26,8 @@ class ServedModel:
     """For prompts and stop strings that come as text; None if the checkpoint has none."""
     architectures: tuple[str, ...]
     dtype: str
+    kv_cache_dtype: str
+    """auto if the cache has the weights' dtype."""
     block_size: int
     max_num_seqs: int
     image_mean: tuple[float, ...]
@@ -39,13 +41,15 @@ class ServedModel:
             CheckpointError: the tokenizer or preprocessor_config.json cannot be read.
         """
         directory = engine.config.directory
+        dtype, cache_dtype = (str(x).removeprefix("torch.") for x in (engine.runner.dtype, engine.runner.cache.dtype))
         preprocessor = read_json(directory / "preprocessor_config.json")
         return cls(
             name=name or directory.resolve().name,
             config=engine.config,
             tokenizer=Tokenizer.load(directory) if (directory / "tokenizer.json").exists() else None,
             architectures=tuple(read_json(directory / "config.json").get("architectures") or ()),
-            dtype=str(engine.runner.cache.k(0).dtype).removeprefix("torch."),
+            dtype=dtype,
+            kv_cache_dtype="auto" if cache_dtype == dtype else {"float8_e4m3fn": "fp8_e4m3"}[cache_dtype],
             block_size=engine.scheduler.config.block_size,
             max_num_seqs=engine.scheduler.config.max_num_seqs,
             image_mean=_statistics(preprocessor, "image_mean", pixels.IMAGE_MEAN),
