@@ -174,6 +174,8 @@ def test_8_bit_caches() -> None:
     small, exact = (Batch(**{**case.__dict__, **caches}) for caches in (narrow, rounded))
     ids = small.select(3, "triton_decode")
     assert torch.equal(ids.sort(-1).values, exact.select(3, "reference").sort(-1).values)
+    queries_too = Batch(**{**small.__dict__, "index_q": small.index_q.to(torch.float8_e4m3fn)})
+    assert torch.equal(queries_too.select(3, "triton_decode"), ids)
     assert relative_error(small.attend(ids, "triton_decode"), exact.attend(ids, "reference")) < 1e-3
 
 
