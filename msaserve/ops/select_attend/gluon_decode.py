@@ -103,7 +103,7 @@ def _let_next_start():
 
 @gluon.jit
 def _order_key(score):
-    """int32 that sorts like the score, which is no NaN; neither LOWEST nor UNWRITTEN, and below NONE."""
+    """int32 that sorts like the score, which is no NaN; neither LOWEST nor UNWRITTEN, and below 0x7F800001."""
     bits = gl.where(score == 0.0, 0.0, score).to(gl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -237,15 +237,38 @@ def _await(words, mask):
 
 
 @gluon.jit
+def _count(is_one):
+    x = is_one.to(gl.int32)
+    for _ in gl.static_range(len(x.shape)):
+        x = gl.sum(x, len(x.shape) - 1)
+    return x
+
+
+@gluon.jit
 def _take_best(key, n, S, place):
     """The n of the S largest keys, largest first, of equal keys the lower n first, at places 0 … S − 1."""
+    rest = key
     chosen = gl.full_like(place, NONE)
     for i in range(S):
-        top = _greatest(key)
-        first = _least(gl.where(key == top, n, NONE))
-        chosen = gl.where(place == i, first, chosen)
-        key = gl.where(n == first, LOWEST, key)
+        # Whatever equals the largest goes, so that the next round need not wait for the number of this one's.
+        is_top = rest == _greatest(rest)
+        chosen = gl.where(place == i, _least(gl.where(is_top, n, NONE)), chosen)
+        rest = gl.where(is_top, LOWEST, rest)
+    total = _count(key != LOWEST)
+    if total - _count(rest != LOWEST) != gl.minimum(total, S):
+        # Some were equal: again, one number at a time.
+        rest = key
+        for i in range(S):
+            first = _least(gl.where(rest == _greatest(rest), n, NONE))
+            chosen = gl.where(place == i, first, chosen)
+            rest = gl.where(n == first, LOWEST, rest)
     return chosen
+
+
+@gluon.jit
+def _force(key, is_in, n, first_local, num_blocks):
+    """Keys with those of the local blocks above all others, and none equal."""
+    return gl.where(is_in & (n >= first_local), NONE - num_blocks + n, key)
 
 
 @gluon.jit
@@ -260,21 +283,20 @@ def _choose(
     is_in = c < num_blocks
     if RP == 0:
         key = _await(scores + c, is_in)
-        chosen = _take_best(gl.where(is_in & (c >= first_local), NONE, key), c, S, place)
+        chosen = _take_best(_force(key, is_in, c, first_local, num_blocks), c, S, place)
     else:
         best = _await(comb_scores + c, is_in)
         block = _await(comb_blocks + c, is_in)
         # A forced block stands for its comb, the last of them if it has several.
         last = c + (num_blocks - 1 - c) // combs * combs
-        is_forced = is_in & (last >= first_local)
-        block = gl.where(is_forced, last, gl.where(is_in, block, NONE))
-        top = _take_best(gl.where(is_forced, NONE, best), block, S, place)
+        block = gl.where(is_in, gl.where(last >= first_local, last, block), NONE)
+        top = _take_best(_force(best, is_in, block, first_local, num_blocks), block, S, place)
         grid: gl.constexpr = _whole_2d(SP, RP, num_warps)
         start = gl.convert_layout(gl.where(top < num_blocks, top % combs, NONE // 2), gl.SliceLayout(1, grid))
         n = start[:, None] + (gl.arange(0, RP, layout=gl.SliceLayout(0, grid)) * combs)[None, :]
         is_in = n < num_blocks
         key = _await(scores + n, is_in)
-        chosen = _take_best(gl.where(is_in & (n >= first_local), NONE, key), n, S, place)
+        chosen = _take_best(_force(key, is_in, n, first_local, num_blocks), n, S, place)
     return gl.where((place < num_blocks) & (place < S), chosen, -1)
 
 
