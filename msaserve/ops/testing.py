@@ -141,6 +141,93 @@ def m3_spec(name: str, requests: tuple[tuple[int, int], ...], **changes: Any) ->
     return CaseSpec(name=name, requests=requests, **{**shapes, **changes})
 
 
+def _kernel_spec(name: str, requests: tuple[tuple[int, int], ...], **changes: Any) -> CaseSpec:
+    return CaseSpec(name=name, requests=requests, **{"head_dim": 64, "index_dim": 64, "block_size": 64, **changes})
+
+
+KERNEL_CASES = (
+    _kernel_spec("decode", ((1, 700), (1, 1), (0, 0), (1, 64), (1, 65), (1, 0)), group=2, tail_rows=2),
+    _kernel_spec("decode_8_tokens", ((8, 300), (2, 130)), group=2, layout="vllm", index_values="special"),
+    _kernel_spec("decode_ties", ((1, 900), (2, 400)), index_values="equal", layout="sliced", local_blocks=2),
+    _kernel_spec("decode_odd", ((1, 200), (4, 70)), layout="odd", num_kv_heads=3, group=2),
+    _kernel_spec("prefill", ((20, 300), (1, 1), (17, 17), (0, 0), (9, 130), (2, 0)), group=2, tail_rows=3),
+    _kernel_spec("prefill_special", ((18, 500),), index_values="special", layout="vllm", num_kv_heads=1, group=8),
+    _kernel_spec("prefill_ties", ((33, 400), (12, 64)), index_values="equal", layout="sliced", local_blocks=2),
+    _kernel_spec("prefill_odd", ((12, 200), (33, 70)), layout="odd", num_kv_heads=1, group=2),
+    _kernel_spec("group_1_topk_64", ((9, 400), (1, 65)), num_kv_heads=1, group=1, topk=64),
+    m3_spec("m3", ((21, 400), (1, 129)), num_kv_heads=1, topk=3, index_values="integers"),
+)
+"""Cases of shapes that every kernel takes, small enough for Triton's interpreter and for compute-sanitizer."""
+
+_PAGES: dict[str, Any] = {"pool_pages": 300, "index_values": "integers"}
+_RAGGED_17 = tuple((0 if i % 5 == 4 else 1 + 37 * i % 300, 300 + 431 * i % 5000) for i in range(17))
+_RAGGED_64 = tuple((i % 7, 97 * i % 3000 and 6 + 97 * i % 3000) for i in range(64))
+_SMALL_SHAPES: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 64, "index_dim": 64, "block_size": 64, "topk": 4}
+
+DECODE_CASES = (
+    m3_spec("contexts", tuple((1, n) for n in (1, 127, 128, 129, 2047, 2048, 2049, 0))),
+    m3_spec("context_131073", ((1, 131073), (1, 1000)), index_values="integers"),
+    m3_spec("pages_4096", ((1, 4096 * 128),), **_PAGES),
+    m3_spec("pages_4097", ((2, 4096 * 128 + 1), (1, 4097 * 128)), layout="vllm", **_PAGES),
+    m3_spec("pages_8192", ((1, 8192 * 128), (1, 300)), **_PAGES),
+    m3_spec("requests_17", tuple((1, 1 + 431 * i % 5000) for i in range(17)), layout="vllm"),
+    m3_spec("requests_64", tuple((1, 97 * i % 3000) for i in range(64)), layout="vllm"),
+    m3_spec("ragged_64", tuple((min(n, 8), length) for n, length in _RAGGED_64), tail_rows=5),
+    m3_spec("decode_ties", ((1, 140000), (1, 9999)), index_values="equal"),
+    m3_spec("decode_special", ((4, 9000), (2, 300), (1, 5)), index_values="special"),
+    m3_spec("tokens_8", ((8, 5000), (8, 8), (3, 200)), layout="vllm", index_values="integers"),
+    m3_spec("decode_local_2", ((5, 4000), (1, 3000)), local_blocks=2, index_values="integers"),
+    m3_spec("decode_far", ((2, 200), (1, 100)), layout="far"),
+    m3_spec("decode_2_31", ((3, 9000), (1, 70)), layout="vllm", spare_pages=16500),
+    m3_spec("decode_sliced", ((2, 3000), (1, 129)), layout="sliced"),
+    m3_spec("decode_odd", ((2, 3000), (1, 129)), layout="odd"),
+    CaseSpec(name="decode_group_1_topk_64", requests=((2, 9000), (1, 70)), **{**_SMALL_SHAPES, "group": 1, "topk": 64}),
+    CaseSpec(name="decode_group_2", requests=((1, 5000), (1, 65)), **{**_SMALL_SHAPES, "num_kv_heads": 1, "group": 2}),
+    CaseSpec(name="decode_group_4_dim_128", requests=((1, 700), (6, 65)), **{**_SMALL_SHAPES, "head_dim": 128}),
+    CaseSpec(name="decode_group_8", requests=((1, 5000), (2, 64)), **{**_SMALL_SHAPES, "group": 8, "index_dim": 128}),
+    CaseSpec(name="decode_group_16_topk_1", requests=((3, 900), (1, 70)), **{**_SMALL_SHAPES, "group": 16, "topk": 1}),
+    m3_spec("decode_block_128_dim_64", ((3, 900), (1, 70)), head_dim=64, index_dim=64, topk=32),
+)
+"""1 to 8 query tokens a request, on a card."""
+
+PREFILL_CASES = (
+    *(m3_spec(f"tokens_{n}", ((n, n),)) for n in (9, 63, 65, 1023)),
+    m3_spec("tokens_777", ((777, 8969),), layout="vllm"),
+    m3_spec("tokens_1000", ((1000, 3001),), index_values="integers"),
+    m3_spec("tokens_4097", ((4097, 70000),), layout="vllm"),
+    m3_spec("tokens_8193", ((8193, 131073),), layout="vllm"),
+    m3_spec("tokens_8193_from_0", ((8193, 8193),)),
+    m3_spec("contexts_of_20", tuple((min(n, 20), n) for n in (1, 127, 128, 129, 2047, 2048, 2049, 0))),
+    m3_spec("ragged", ((300, 5000), (1, 1), (77, 77), (200, 2048), (0, 0), (5, 0)), tail_rows=7),
+    m3_spec("prefill_17", _RAGGED_17, layout="vllm"),
+    m3_spec("prefill_64", (*_RAGGED_64[:-1], (130, 1000)), tail_rows=3),
+    m3_spec("prefill_4096_pages", ((40, 4096 * 128),), **_PAGES),
+    m3_spec("prefill_4097_pages", ((257, 4096 * 128 + 1), (9, 4097 * 128)), layout="vllm", **_PAGES),
+    m3_spec("prefill_8192_pages", ((100, 8192 * 128),), **_PAGES),
+    m3_spec("prefill_ties", ((200, 20000), (100, 400)), index_values="equal"),
+    m3_spec("prefill_special", ((200, 9000), (50, 300), (1, 5)), index_values="special"),
+    m3_spec("prefill_local_2", ((50, 4000), (10, 3000)), local_blocks=2, index_values="integers"),
+    m3_spec("prefill_far", ((20, 200), (1, 100)), layout="far"),
+    m3_spec("prefill_2_31", ((300, 9000), (10, 70)), layout="vllm", spare_pages=16500),
+    m3_spec("prefill_sliced", ((200, 3000), (10, 129)), layout="sliced"),
+    m3_spec("prefill_odd", ((200, 3000), (10, 129)), layout="odd"),
+    CaseSpec(name="group_1_topk_64", requests=((200, 9000), (1, 70)), **{**_SMALL_SHAPES, "group": 1, "topk": 64}),
+    CaseSpec(name="group_2", requests=((100, 5000), (11, 65)), **{**_SMALL_SHAPES, "num_kv_heads": 1, "group": 2}),
+    CaseSpec(name="group_4_dim_128", requests=((100, 700), (60, 65)), **{**_SMALL_SHAPES, "head_dim": 128}),
+    CaseSpec(name="group_8", requests=((129, 5000), (20, 64)), **{**_SMALL_SHAPES, "group": 8, "index_dim": 128}),
+    CaseSpec(name="group_16_topk_1", requests=((300, 900), (10, 70)), **{**_SMALL_SHAPES, "group": 16, "topk": 1}),
+    m3_spec("block_128_dim_64", ((300, 900), (10, 70)), head_dim=64, index_dim=64, topk=32),
+)
+"""Longer chunks, on a card."""
+
+CASES_8_BITS = (
+    *("contexts", "pages_8192", "requests_17", "tokens_8", "decode_special", "decode_sliced", "decode_group_8"),
+    *("decode_block_128_dim_64", "tokens_777", "tokens_8193", "contexts_of_20", "ragged", "prefill_17"),
+    *("prefill_4097_pages", "prefill_special", "group_4_dim_128", "group_8", "block_128_dim_64"),
+)
+"""Names of those that are run with 8-bit caches too."""
+
+
 def build(
     spec: CaseSpec,
     *,

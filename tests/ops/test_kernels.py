@@ -1,0 +1,105 @@
+"""Operator × kernel × small case by msaserve.ops.conformance: in Triton's interpreter, or on a card if there is one.
+
+`benchmarks/ops/conformance.py` runs the same on a card, at M3's shapes too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from msaserve import ops
+from msaserve.ops.conformance import (
+    OPERATORS,
+    Conformance,
+    MismatchError,
+    RefusedError,
+    Scales,
+    Trial,
+    implementations,
+    poisoned,
+)
+from msaserve.ops.testing import KERNEL_CASES
+
+HAS_CARD = torch.cuda.is_available()
+SPECS = {spec.name: spec for spec in KERNEL_CASES}
+READERS = ("select_blocks", "sparse_attend", "dense_attend")
+IN_8_BITS = ("decode", "prefill_odd")
+"""The interpreter reads 8-bit NaN as 480 and rounds up to powers of two wrongly: ordinary values, and only reads."""
+
+
+@lru_cache(maxsize=1)
+def conformance(name: str, scales: Scales | None) -> Conformance:
+    trial = Trial(SPECS[name], torch.bfloat16 if HAS_CARD else torch.float16, "cuda" if HAS_CARD else "cpu", scales)
+    return Conformance(trial, is_short=True)
+
+
+def checks() -> Iterator[Any]:
+    """Case after case, so that each is built once."""
+    for name in SPECS:
+        for scales in (None, "tensor", "head"):
+            for operator in OPERATORS if scales is None else READERS:
+                for impl in implementations(operator):
+                    if (scales is None or name in IN_8_BITS) and (HAS_CARD or "gluon" not in impl):
+                        yield pytest.param(name, scales, operator, impl, id=f"{name}-{scales}-{operator}-{impl}")
+
+
+@pytest.mark.parametrize(("name", "scales", "operator", "impl"), list(checks()))
+def test_kernel(name: str, scales: Scales | None, operator: str, impl: str) -> None:
+    try:
+        conformance(name, scales).check(operator, impl)
+    except RefusedError as reason:
+        pytest.skip(str(reason))
+
+
+def break_one(operator: str, spoil: Any) -> Any:
+    """The operator, whose results `spoil` changes unless the reference computes them."""
+    right = getattr(ops, operator)
+
+    def wrong(*args: Any, impl: str, **options: Any) -> Any:
+        result = right(*args, impl="reference", **options)
+        if impl != "reference":
+            spoil(result, args)
+        return result
+
+    return patch.object(ops, operator, wrong)
+
+
+SPOILS = {
+    "one block of one row": ("select_blocks", lambda ids, _: ids[0, 3].copy_(torch.tensor([0, 1, 2, 4]))),
+    "an id twice": ("select_blocks", lambda ids, _: ids[0, 0, 1].copy_(ids[0, 0, 0])),
+    "blocks in a padding row": ("select_blocks", lambda ids, _: ids[0, -1, 0].fill_(0)),
+    "one head of one row": ("sparse_attend", lambda out, _: out[0, 1].mul_(0.9)),
+    "a padding row": ("sparse_attend", lambda out, _: out[-1, 0, 0].fill_(1e-6)),
+    "NaN from scratch": ("sparse_attend", lambda out, _: out[0, 0].copy_(torch.empty(64))),
+    "a neighbour's lengths": ("sparse_attend", lambda out, args: out[0].add_(args[5][4:5, None] * 1e-3)),
+    "one entry": ("remap", lambda rows, _: rows.entries[0, :2].copy_(rows.entries[0, :2].flip(0))),
+    "one slot": ("store_kv", lambda _, args: args[2][0, 0].fill_(0)),
+}
+
+
+@pytest.mark.skipif(HAS_CARD, reason="needs no card")
+@pytest.mark.parametrize("what", SPOILS)
+def test_a_wrong_result_is_found(what: str) -> None:
+    operator, spoil = SPOILS[what]
+    trial = Trial(SPECS["decode"], torch.float16, "cpu")
+    with break_one(operator, lambda result, args: None):
+        Conformance(trial, is_short=True).check(operator, "ours")
+    with break_one(operator, spoil), pytest.raises(MismatchError):
+        Conformance(trial, is_short=True).check(operator, "ours")
+
+
+def test_poisoned_memory_is_nan_and_left_so_no_longer() -> None:
+    with poisoned():
+        assert torch.empty(5).isnan().all()
+        assert torch.empty_like(torch.zeros(3, dtype=torch.int32)).min() > 1 << 30
+    assert not torch.are_deterministic_algorithms_enabled()
