@@ -331,6 +331,16 @@ def measure(
     return "| " + " | ".join(cells) + " |"
 
 
+def compile_step(requests: int, context: int, query_len: int, cache_dtype: torch.dtype, peers: bool) -> None:
+    """Compile what a row of a table runs, into Triton's cache."""
+    step = Step.random(requests, context, 0, query_len, cache_dtype)
+    step.ours()
+    step.two_steps()
+    if peers:
+        step.vllm()
+    torch.cuda.synchronize()
+
+
 def measure_dense(context: int, other: torch.Tensor) -> str:
     """One row: dense attention over a whole context against ours over what it selects."""
     step = Step.random(1, context, 0)
@@ -375,7 +385,12 @@ def main() -> None:
     columns += [f"ours in two steps, {how}" for how in ("in a row", "single")]
     head = "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns)
     other = torch.randn(1 << 27, device="cuda")
-    for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+    dtypes = (torch.bfloat16, torch.float8_e4m3fn)
+    rows = [(*shape, 1, dtype, peers) for dtype in dtypes for shape in SHAPES]
+    rows += [(requests, 65536, n, torch.bfloat16, peers) for requests in (1, 8) for n in QUERY_LENS if n > 1]
+    with multiprocessing.get_context("spawn").Pool(min(len(rows), os.cpu_count() or 1)) as pool:
+        pool.starmap(compile_step, rows, chunksize=1)
+    for cache_dtype in dtypes:
         print(f"\n{cache_dtype}, µs a step\n{head}")
         for requests, context in SHAPES:
             print(measure(requests, context, peers, other, cache_dtype=cache_dtype), flush=True)
