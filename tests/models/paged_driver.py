@@ -13,7 +13,7 @@ from msaserve.layers.msa_attention import Observer
 from msaserve.models.minimax_m3 import MiniMaxM3
 
 
-def make_cache(model: MiniMaxM3, num_pages: int) -> KVCache:
+def make_cache(model: MiniMaxM3, num_pages: int, dtype: torch.dtype | None = None) -> KVCache:
     """A cache of which every slot is NaN."""
     text = model.config.text
     cache = KVCache(
@@ -24,7 +24,7 @@ def make_cache(model: MiniMaxM3, num_pages: int) -> KVCache:
         num_kv_heads=text.num_kv_heads,
         head_dim=text.head_dim,
         index_dim=text.index_dim,
-        dtype=model.dtype,
+        dtype=dtype or model.dtype,
         device=model.device,
     )
     cache.fill_(float("nan"))
@@ -47,13 +47,14 @@ class Driver:
     model: MiniMaxM3
     lengths: Sequence[int]
     seed: int = 0
+    cache_dtype: torch.dtype | None = None
     free: list[int] = field(init=False)
     cache: KVCache = field(init=False)
 
     def __post_init__(self) -> None:
         block_size = self.model.config.text.block_size
         num_blocks = sum(-(-length // block_size) for length in self.lengths)
-        self.cache = make_cache(self.model, num_blocks + 4)
+        self.cache = make_cache(self.model, num_blocks + 4, self.cache_dtype)
         self.free = list(range(1, num_blocks + 4))
         random.Random(self.seed).shuffle(self.free)
 

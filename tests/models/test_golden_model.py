@@ -153,3 +153,20 @@ def test_media_features_and_mixed_prompt(name: str, request: pytest.FixtureReque
     media = (rows, torch.cat([image_features, video_features]))
     hidden = driver.step([(driver.add(tokens), len(tokens))], media=media)
     assert relative_error(model.logits(hidden), expected["mm.logits"]) < TOLERANCE
+
+
+FP8_TOLERANCE = 0.25
+"""Of logits over a cache of 8 bits. Random weights make much of a block or an expert that rounding exchanged."""
+
+
+def test_over_a_cache_of_8_bits(tiny: MiniMaxM3) -> None:
+    """Near the reference, and the same whole as in chunks."""
+    expected = golden("tiny")[1]
+    tokens, rows = expected["text.input_ids"], expected["text.rows"].long()
+    whole, chunked = (
+        Driver(tiny, [len(tokens)], seed=1, cache_dtype=torch.float8_e4m3fn).run(tokens, chunk=chunk)
+        for chunk in (None, 50)
+    )
+    error = relative_error(tiny.logits(whole[rows]), expected["text.logits"])
+    assert 1e-2 < error < FP8_TOLERANCE
+    assert relative_error(chunked, whole) < TOLERANCE
