@@ -139,7 +139,7 @@ class Batches(Dataset[list[Batch]]):
         recipe, writer = self.recipe, self.writer
         context = round(math.exp(rng.uniform(math.log(stage.min_context), math.log(stage.max_context))))
         texts = [writer.write(self._text(rng, context)) for _ in range(max(1, recipe.tokens_per_step // context))]
-        topk = rng.choice(recipe.topk_choices) if stage.is_sparse else None
+        topk = rng.choice(recipe.topk_choices) if stage.is_sparse and rng.random() >= recipe.dense_share else None
         num_index_rows = min(recipe.num_index_rows, max(16, context // 12))
         return self._batch(rng, [[text] for text in texts], topk=topk, num_index_rows=num_index_rows)
 
