@@ -100,31 +100,25 @@ class MsaAttention(nn.Module):
         k_cache, v_cache, index_k_cache = cache.k(self.layer), cache.v(self.layer), cache.index_k(self.layer)
         if self.config.num_index_heads < self.config.num_kv_heads:
             index_q = repeat_heads(index_q, self.config.num_kv_heads // self.config.num_index_heads)
-        block_ids = ops.select_blocks(
-            index_q,
-            index_k_cache,
-            batch.block_table,
-            batch.seq_lens,
-            batch.cu_query_lens,
-            topk=self.config.topk_blocks,
-            local_blocks=self.config.local_blocks,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-        )
+        where = (batch.block_table, batch.seq_lens, batch.cu_query_lens)
+        selection: dict[str, Any] = {
+            "topk": self.config.topk_blocks,
+            "local_blocks": self.config.local_blocks,
+            "max_query_len": batch.max_query_len,
+            "max_seq_len": batch.max_seq_len,
+        }
+        if attend_impl is None:
+            out, block_ids = ops.select_attend(q, k_cache, v_cache, index_q, index_k_cache, *where, **selection)
+        else:
+            block_ids = ops.select_blocks(index_q, index_k_cache, *where, **selection)
+            max_query_len = batch.max_query_len
+            out = ops.sparse_attend(
+                q, k_cache, v_cache, block_ids, *where, max_query_len=max_query_len, impl=attend_impl
+            )
         if observer is not None:
             observer("index_q", self.layer, index_q)
             observer("block_ids", self.layer, block_ids)
-        return ops.sparse_attend(
-            q,
-            k_cache,
-            v_cache,
-            block_ids,
-            batch.block_table,
-            batch.seq_lens,
-            batch.cu_query_lens,
-            max_query_len=batch.max_query_len,
-            impl=attend_impl,
-        )
+        return out
 
     def _attend_dense(self, q: torch.Tensor, batch: AttentionBatch, cache: KVCache) -> torch.Tensor:
         return ops.dense_attend(
