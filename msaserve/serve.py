@@ -35,25 +35,29 @@ class Serve:
         config = ModelConfig.from_checkpoint(self.checkpoint)
         name = self.http.served_model_name or self.checkpoint.resolve().name
         # The worker imports and loads while this process does the same with its part.
-        with WorkerProcess(self.checkpoint, self.engine, name) as worker:
+        endpoint = self.http.otlp_traces_endpoint
+        with WorkerProcess(self.checkpoint, self.engine, name, otlp_traces_endpoint=endpoint) as worker:
             from msaserve.gateway.app import create_app
             from msaserve.gateway.chat import ChatTemplate
             from msaserve.gateway.grpc_client import GrpcClient
             from msaserve.gateway.launch import announce, settings_of
             from msaserve.gateway.server import run
+            from msaserve.observe.trace import make_tracer
             from msaserve.tokenizer import Tokenizer
 
             # All that blocks stands outside the event loop, which would put a Ctrl-C off.
             tokenizer, template = Tokenizer.load(self.checkpoint), ChatTemplate.load(self.checkpoint)
             settings = settings_of(self.http, name, config.generation)
             media = self.media.pipeline(self.checkpoint)
+            tracer = make_tracer("gateway", endpoint)
             address = worker.wait_ready()
 
             async def serve() -> None:
-                client = GrpcClient(address, files={"config.json": (self.checkpoint / "config.json").read_bytes()})
+                files = {"config.json": (self.checkpoint / "config.json").read_bytes()}
+                client = GrpcClient(address, files=files, tracer=tracer)
                 try:
                     await run(
-                        create_app(client, tokenizer, template, settings, media),
+                        create_app(client, tokenizer, template, settings, media, tracer),
                         listener,
                         drain_seconds=self.http.drain_seconds,
                         on_ready=lambda: announce(listener, settings, template),
@@ -63,5 +67,8 @@ class Serve:
                 finally:
                     await client.close()
 
-            run_loop(serve())
+            try:
+                run_loop(serve())
+            finally:
+                tracer.close()
         return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from msaserve.engine.async_engine import AsyncEngine
+from msaserve.gateway.client import WorkerState
 from msaserve.types import EngineLoad, GenerateRequest, ModelInfo, TokenEvent
 
 
@@ -22,6 +23,9 @@ class InProcessClient:
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
+
+    async def workers(self) -> list[WorkerState]:
+        return [WorkerState("in process", await self.is_ready(), load=await self.load())]
 
     async def load(self) -> EngineLoad:
         return await self._engine.load()

@@ -57,6 +57,7 @@ from msaserve.gateway.transport import (
     until_disconnect,
 )
 from msaserve.observe.metrics import CONTENT_TYPE, ServerMetrics
+from msaserve.observe.trace import Tracer
 from msaserve.tokenizer import Tokenizer
 from msaserve.types import Constraint, GenerateRequest, MediaItem, ModelInfo, SamplingParams
 
@@ -85,13 +86,19 @@ def create_app(
     template: ChatTemplate | None,
     settings: GatewaySettings,
     media: MediaPipeline | None = None,
+    tracer: Tracer | None = None,
 ) -> Starlette:
     """The ASGI application. It does not own the client: who made it closes it. It closes the media pipeline.
 
     media: prepares pictures and clips. None, or a model without vision: requests with any are refused.
+    tracer: of the spans around requests.
     `app.state.gateway.is_draining = True` makes /ready and new requests answer 503.
     """
+    tracer = tracer or Tracer()
     gateway = Gateway(client, tokenizer, template, settings, media)
+    if media is not None:
+        media.stages.tracer, media.stages.watcher = tracer, gateway.metrics.media
+        gateway.metrics.media.follow(media)
     routes = [
         Route("/v1/models", gateway.models, methods=["GET"]),
         Route("/v1/models/{model:path}", gateway.model, methods=["GET"]),
@@ -119,7 +126,7 @@ def create_app(
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Envelope, api_key=settings.api_key, metrics=gateway.metrics, paths=paths)],
+        middleware=[Middleware(Envelope, settings.api_key, gateway.metrics, tracer, paths)],
         exception_handlers={HTTPException: answer_error, MsaserveError: answer_error},
         lifespan=lifespan,
     )
@@ -345,11 +352,7 @@ class Gateway:
         return _json({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
     async def show_metrics(self, request: Request) -> Response:
-        try:
-            load = await self._client.load()
-        except MsaserveError:  # the engine cannot be asked; what was counted here can
-            load = None
-        return Response(self.metrics.render(load), headers={"content-type": CONTENT_TYPE})
+        return Response(self.metrics.render(await self._client.workers()), headers={"content-type": CONTENT_TYPE})
 
     async def _answer(
         self,
@@ -370,6 +373,7 @@ class Gateway:
             skip_special_tokens=asked.skip_special_tokens is not False,
             kept_tokens=MARKER_TOKENS if isinstance(asked, ChatRequest) else (),
         )
+        request.state.facts.answer_id, request.state.facts.generation = answer.id, generation
         if asked.stream:
             return EventStream(
                 answer.stream(generation),

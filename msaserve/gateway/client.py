@@ -3,9 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Protocol
+from enum import IntEnum
+from typing import NamedTuple, Protocol
 
 from msaserve.types import EngineLoad, GenerateRequest, ModelInfo, TokenEvent
+
+
+class Breaker(IntEnum):
+    """Whether a worker gets requests."""
+
+    CLOSED = 0
+    """It does."""
+    OPEN = 1
+    """It failed and gets none for a while."""
+    HALF_OPEN = 2
+    """The next one shows whether it is back."""
+
+
+class WorkerState(NamedTuple):
+    """A worker as this gateway sees it."""
+
+    name: str
+    is_ready: bool
+    num_active: int = 0
+    """Outputs that this gateway has in flight there."""
+    num_requests: int = 0
+    """Sent there so far."""
+    num_retries: int = 0
+    """Of them those that brought nothing and were sent elsewhere."""
+    num_failures: int = 0
+    """In a row."""
+    breaker: Breaker = Breaker.CLOSED
+    load: EngineLoad | None = None
+    """None if it cannot be asked."""
 
 
 class EngineClient(Protocol):
@@ -28,7 +58,9 @@ class EngineClient(Protocol):
         """End a request, if it is there; its stream ends with finish_reason "abort"."""
         ...
 
-    async def load(self) -> EngineLoad: ...
+    async def workers(self) -> list[WorkerState]:
+        """Of every worker behind this. Raises nothing: who cannot be asked says so by having no load."""
+        ...
 
     async def is_ready(self) -> bool: ...
 

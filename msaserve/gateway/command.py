@@ -36,7 +36,9 @@ class HttpOptions:
     max_body_mib: int = 64
     """Largest request body."""
     access_log: bool = False
-    """One line on standard error for every request."""
+    """One line of JSON on standard error for every request."""
+    otlp_traces_endpoint: str | None = None
+    """Send OpenTelemetry spans there, such as http://127.0.0.1:4317. Default: OTEL_EXPORTER_OTLP_ENDPOINT, if set."""
 
     def listen(self) -> socket.socket:
         """Set logging up and bind the address. Raises BindError."""

@@ -21,8 +21,10 @@ from smg_grpc_proto.generated import common_pb2
 
 from msaserve.config import GenerationDefaults
 from msaserve.errors import CheckpointError, EngineError, MsaserveError, OverloadedError
+from msaserve.gateway.client import WorkerState
 from msaserve.gateway.kv_index import KvEventsUnsupportedError
 from msaserve.kv_events import CursorLostError, KvEventBatch
+from msaserve.observe.trace import GenerateSpan, Tracer, Value
 from msaserve.rpc import convert, shm
 from msaserve.rpc.dialects import DIALECTS, Dialect
 from msaserve.rpc.errors import from_status
@@ -76,18 +78,28 @@ class GrpcClient:
         uses_shm: send large tensors through shared memory where the worker sees it.
         files: the checkpoint's small files by name, where they are at hand: at least config.json. None: its worker is
             asked for them.
+        tracer: of the spans around requests.
 
     Raises:
         InvalidRequestError: the address has another form.
     """
 
-    def __init__(self, address: str, *, uses_shm: bool = True, files: dict[str, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        uses_shm: bool = True,
+        files: dict[str, bytes] | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.address = address
         self._channel: Any = grpc.aio.insecure_channel(parse_address(address), options=CHANNEL_OPTIONS)
         self._spoken: _Spoken | None = None
         self._uses_shm = uses_shm
         self._worker: Worker | None = None
         self._files = files
+        self._tracer = tracer or Tracer()
+        self._num_requests = 0
         self._calls: set[Any] = set()
         self._all_ended = asyncio.Event()
         self._all_ended.set()
@@ -188,15 +200,23 @@ class GrpcClient:
         if not request.sampling.ignore_eos:
             stop_ids.update(worker.info.eos_token_ids)
         reader = EventReader(num_outputs=request.sampling.n, stop_ids=stop_ids)
-        metadata = convert.request_metadata(request)
+        self._num_requests += 1
+        span = GenerateSpan(self._tracer.start("Generate", "client", attributes=lambda: self._attributes(request)))
+        metadata = (*convert.request_metadata(request), *span.span.headers())
         names: list[str] = []
+        failure: BaseException | None = None
         try:
             spoken = await self._dialect()
             data = await self._message(request, spoken.dialect, worker, names)
             async for event in self._events(spoken.generate(data, metadata=metadata), reader):
+                span.push(event)
                 yield event
+        except BaseException as error:
+            failure = error
+            raise
         finally:
             _remove(names)  # whatever the worker has not taken
+            span.end(failure)
 
     async def abort(self, request_id: str) -> None:
         spoken = await self._dialect()
@@ -209,6 +229,18 @@ class GrpcClient:
         call = spoken.stub.GetLoads(spoken.dialect.messages.GetLoadsRequest(include=["core"]), timeout=_CALL_SECONDS)
         response = await _answer(call)
         return convert.load_from_proto(response, await call.trailing_metadata(), block_size=worker.block_size)
+
+    async def workers(self) -> list[WorkerState]:
+        is_ready, load = await asyncio.gather(self.is_ready(), self.load(), return_exceptions=True)
+        return [
+            WorkerState(
+                self.address,
+                is_ready is True,
+                num_active=len(self._calls),
+                num_requests=self._num_requests,
+                load=load if isinstance(load, EngineLoad) else None,
+            )
+        ]
 
     async def kv_events(self, after: int) -> AsyncGenerator[KvEventBatch, None]:
         """See `gateway.kv_index.KvEventSource`."""
@@ -251,6 +283,18 @@ class GrpcClient:
         for call in self._calls:
             call.cancel()
         await self._channel.close()
+
+    def _attributes(self, request: GenerateRequest) -> dict[str, Value]:
+        sampling = request.sampling
+        return {
+            "rpc.system": "grpc",
+            "rpc.method": "Generate",
+            "server.address": self.address,
+            "gen_ai.request.id": request.request_id,
+            "gen_ai.request.max_tokens": sampling.max_tokens or 0,
+            "gen_ai.request.n": sampling.n,
+            "msaserve.media_items": len(request.media),
+        }
 
     async def _watch(self) -> None:
         """Forget what the worker said of itself whenever the connection is lost."""

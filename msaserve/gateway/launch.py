@@ -19,6 +19,7 @@ from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.grpc_client import GrpcClient
 from msaserve.gateway.router import Router
 from msaserve.gateway.server import run
+from msaserve.observe.trace import make_tracer
 from msaserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ _RETRY_SECONDS = 0.5
 
 
 async def serve(options: Gateway, listener: socket.socket) -> None:
-    clients = [GrpcClient(address, uses_shm=options.use_shm) for address in options.worker]
+    tracer = make_tracer("gateway", options.http.otlp_traces_endpoint)
+    clients = [GrpcClient(address, uses_shm=options.use_shm, tracer=tracer) for address in options.worker]
     client: EngineClient = clients[0]
     try:
         first = await _first(clients, options.wait_seconds)
@@ -42,7 +44,7 @@ async def serve(options: Gateway, listener: socket.socket) -> None:
         settings = settings_of(options.http, worker.served_model_name, worker.defaults)
         if len(clients) > 1:
             client = Router(list(zip(options.worker, clients, strict=True)), policy=options.policy)
-        app = create_app(client, tokenizer, template, settings, media)
+        app = create_app(client, tokenizer, template, settings, media, tracer)
         await run(
             app,
             listener,
@@ -54,6 +56,7 @@ async def serve(options: Gateway, listener: socket.socket) -> None:
         await client.close()
         for other in clients:
             await other.close()
+        await asyncio.to_thread(tracer.close)
 
 
 async def check(options: Gateway) -> int:

@@ -15,9 +15,9 @@ from typing import Literal
 import msgspec
 
 from msaserve.errors import BusyError, EngineError, InvalidRequestError, MsaserveError, OverloadedError
-from msaserve.gateway.client import EngineClient
+from msaserve.gateway.client import Breaker, EngineClient, WorkerState
 from msaserve.gateway.kv_index import KvEventSource, KvIndex, PromptBlocks, follow
-from msaserve.types import EngineLoad, GenerateRequest, ModelInfo, TokenEvent
+from msaserve.types import GenerateRequest, ModelInfo, TokenEvent
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +49,9 @@ class _Backend:
     """By the last health check."""
     num_active: int = 0
     """Outputs that this gateway has in flight there."""
+    num_requests: int = 0
+    num_retries: int = 0
+    """Requests that brought nothing here and went elsewhere."""
     num_failures: int = 0
     """In a row."""
     paused_until: float = 0.0
@@ -63,6 +66,12 @@ class _Backend:
     @property
     def is_available(self) -> bool:
         return self.is_ready and self.clock() >= self.paused_until
+
+    @property
+    def breaker(self) -> Breaker:
+        if self.clock() < self.paused_until:
+            return Breaker.OPEN
+        return Breaker.HALF_OPEN if self.paused_until else Breaker.CLOSED
 
     def fail(self, error: OverloadedError | EngineError) -> None:
         """It could not take a request. One that is merely busy is not at fault, and a request may fail by itself."""
@@ -166,20 +175,26 @@ class Router:
                 num_engine_failures += 1
             if num_engine_failures == _MAX_ENGINE_FAILURES or len(tried) == len(self._backends):
                 raise error
+            backend.num_retries += 1
 
     async def abort(self, request_id: str) -> None:
         backend = self._running.get(request_id)
         if backend is not None:
             await backend.client.abort(request_id)
 
-    async def load(self) -> EngineLoad:
-        """The sum over the workers that can be reached. Raises OverloadedError if none can."""
-        answers = await asyncio.gather(*(b.client.load() for b in self._backends), return_exceptions=True)
-        loads = [answer for answer in answers if isinstance(answer, EngineLoad)]
-        if not loads:
-            raise OverloadedError("no worker can be reached")
-        fields = EngineLoad.__struct_fields__
-        return EngineLoad(**{name: sum(getattr(load, name) for load in loads) for name in fields})
+    async def workers(self) -> list[WorkerState]:
+        return list(await asyncio.gather(*(self._state(backend) for backend in self._backends)))
+
+    async def _state(self, backend: _Backend) -> WorkerState:
+        (state,) = await backend.client.workers()
+        return state._replace(
+            name=backend.name,
+            num_active=backend.num_active,
+            num_requests=backend.num_requests,
+            num_retries=backend.num_retries,
+            num_failures=backend.num_failures,
+            breaker=backend.breaker,
+        )
 
     async def is_ready(self) -> bool:
         return any(await asyncio.gather(*(b.client.is_ready() for b in self._backends)))
@@ -214,6 +229,7 @@ class Router:
     ) -> AsyncGenerator[TokenEvent, None]:
         """Raises _NothingCameError for what may be tried elsewhere."""
         backend.num_active += request.sampling.n
+        backend.num_requests += 1
         self._running[request.request_id] = backend
         if prompt is not None:
             backend.remember(prompt)

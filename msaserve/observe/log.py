@@ -8,6 +8,7 @@ import sys
 from msaserve import env
 
 ACCESS_LOGGER = "msaserve.access"
+"""Its lines are JSON objects, without a prefix."""
 
 
 def configure_logging(*, access_log: bool = False) -> None:
@@ -19,4 +20,7 @@ def configure_logging(*, access_log: bool = False) -> None:
     logger.propagate = False
     level = logging.getLevelName(env.log_level())
     logger.setLevel(level if isinstance(level, int) else logging.INFO)
-    logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if access_log else logging.WARNING)
+    access = logging.getLogger(ACCESS_LOGGER)
+    access.handlers[:] = [logging.StreamHandler(sys.stderr)]
+    access.propagate = False
+    access.setLevel(logging.INFO if access_log else logging.WARNING)

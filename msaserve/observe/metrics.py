@@ -1,14 +1,23 @@
-"""Prometheus metrics of a server: names follow vLLM's, with this project's prefix."""
+"""Prometheus metrics of a server.
+
+What an engine would count too is named as vLLM names it, with this project's prefix; what only a gateway knows is named
+and labelled as smg does it, so that boards made for it fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from msaserve.types import EngineLoad
+from msaserve.types import EngineLoad, Modality
+
+if TYPE_CHECKING:
+    from msaserve.gateway.client import WorkerState
+    from msaserve.gateway.media.pipeline import MediaPipeline
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -75,46 +84,141 @@ class ServerMetrics:
             ["method", "path", "status"],
             registry=self._registry,
         )
+        self._http_seconds = Histogram(
+            "smg_http_request_duration_seconds",
+            "From a request's first byte to the last of its answer.",
+            ["method", "path"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self.http_active = Gauge("smg_http_connections_active", "Requests being answered.", registry=self._registry)
+        self.media = MediaMetrics(self._registry)
         self._model_name = model_name
 
     def count_finished(self, reason: str) -> None:
         self._finished.labels(self._model_name, reason).inc()
 
-    def count_http(self, method: str, path: str, status: int) -> None:
+    def count_http(self, method: str, path: str, status: int, seconds: float) -> None:
         """path: the route, not what the client sent, so that the number of series stays bounded."""
         self._http.labels(method, path, str(status)).inc()
+        self._http_seconds.labels(method, path).observe(seconds)
 
-    def render(self, load: EngineLoad | None) -> bytes:
-        """The text format, with the engine's numbers as of `load`; without them if there is none."""
-        self._load.load = load
+    def render(self, workers: Sequence[WorkerState]) -> bytes:
+        """The text format, with the numbers of those workers that say theirs."""
+        self._load.workers = workers
         return generate_latest(self._registry)
 
 
+class MediaMetrics:
+    """What preparing pictures and clips takes. `gateway.media.stages.Watcher`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._jobs = Counter(
+            "msaserve:media_items",
+            "Pictures and clips, by how they came to be: prepared anew, by another request at the same time (joined), "
+            "from the cache of recent ones (cached), or not at all (refused).",
+            ["modality", "outcome"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "msaserve:media_stage_seconds",
+            "Of one picture or clip: fetching it, waiting for a process, preparing it there.",
+            ["modality", "stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._registry = registry
+
+    def follow(self, media: MediaPipeline) -> None:
+        """Show its gauges too."""
+        for name, text, value in (
+            ("bytes_in_flight", "Files and patches that requests hold.", lambda: media.bytes_in_flight),
+            ("cache_bytes", "Patches of recent files.", lambda: media.cache_bytes),
+            ("processes", "Media processes that run.", lambda: media.num_processes),
+        ):
+            Gauge(f"msaserve:media_{name}", text, registry=self._registry).set_function(value)
+
+    def count(self, modality: Modality, outcome: str) -> None:
+        self._jobs.labels(modality, outcome).inc()
+
+    def took(self, modality: Modality, stage: str, seconds: float) -> None:
+        self._seconds.labels(modality, stage).observe(seconds)
+
+
+def _used(load: EngineLoad) -> float:
+    return load.num_used_pages / load.num_pages if load.num_pages else 0.0
+
+
+# (name, help, value) per worker, as smg names them
+_WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerState], float]], ...] = (
+    ("smg_worker_health", "1: its health check passes.", lambda w: w.is_ready),
+    ("smg_worker_requests_active", "Outputs in flight there, of this gateway.", lambda w: w.num_active),
+    ("smg_worker_cb_state", "Circuit breaker: 0 closed, 1 open, 2 half open.", lambda w: w.breaker),
+    ("smg_worker_cb_consecutive_failures", "Failures in a row.", lambda w: w.num_failures),
+)
+_WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerState], float]], ...] = (
+    ("smg_worker_requests", "Requests sent there.", lambda w: w.num_requests),
+    ("smg_worker_retries", "Requests that brought nothing there and were sent elsewhere.", lambda w: w.num_retries),
+)
+_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineLoad], float]], ...] = (
+    ("smg_engine_running_requests", "Requests that are being computed there.", lambda e: e.num_running),
+    ("smg_engine_waiting_requests", "Requests that wait for room there.", lambda e: e.num_waiting),
+    ("smg_engine_token_usage", "Share of its pages that requests hold, 0 to 1.", _used),
+    (
+        "smg_engine_cache_hit_rate",
+        "Share of prompt tokens found in its prefix cache, 0 to 1.",
+        lambda e: e.num_prefix_hit_tokens / max(e.num_prefix_queried_tokens, 1),
+    ),
+)
+
+
 class _LoadCollector:
-    """The engine keeps these numbers itself; a scrape copies them."""
+    """Workers keep these numbers themselves; a scrape copies them."""
 
     def __init__(self, model_name: str) -> None:
-        self.load: EngineLoad | None = None
+        self.workers: Sequence[WorkerState] = ()
         self._model_name = model_name
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        load = self.load
-        if load is None:
-            return
-        used = load.num_used_pages / load.num_pages if load.num_pages else 0.0
+        loads = [worker.load for worker in self.workers if worker.load is not None]
+        if loads:
+            yield from self._engines(loads)
+        metric: Metric
+        for name, text, worker_value in _WORKER_GAUGES:
+            metric = GaugeMetricFamily(name, text, labels=["worker"])
+            for worker in self.workers:
+                metric.add_metric([worker.name], worker_value(worker))
+            yield metric
+        for name, text, worker_value in _WORKER_COUNTERS:
+            metric = CounterMetricFamily(name, text, labels=["worker", "model"])
+            for worker in self.workers:
+                metric.add_metric([worker.name, self._model_name], worker_value(worker))
+            yield metric
+        for name, text, load_value in _ENGINE_GAUGES:
+            metric = GaugeMetricFamily(name, text, labels=["worker", "model"])
+            for worker in self.workers:
+                if worker.load is not None:
+                    metric.add_metric([worker.name, self._model_name], load_value(worker.load))
+            yield metric
+
+    def _engines(self, loads: Sequence[EngineLoad]) -> Iterator[Metric]:
+        """Of all workers together."""
+        total = EngineLoad(
+            **{name: sum(getattr(load, name) for load in loads) for name in EngineLoad.__struct_fields__}
+        )
         usage = GaugeMetricFamily(
             "msaserve:kv_cache_usage_perc", "Share of pages that requests hold, 0 to 1.", labels=["model_name"]
         )
-        usage.add_metric([self._model_name], used)
+        usage.add_metric([self._model_name], _used(total))
         yield usage
         for name, text, field in _GAUGES:
             gauge = GaugeMetricFamily(f"msaserve:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model_name], getattr(load, field))
+            gauge.add_metric([self._model_name], getattr(total, field))
             yield gauge
         for name, text, field in _COUNTERS:
             counter = CounterMetricFamily(f"msaserve:{name}", text, labels=["model_name"])
-            counter.add_metric([self._model_name], getattr(load, field))
+            counter.add_metric([self._model_name], getattr(total, field))
             yield counter

@@ -25,6 +25,7 @@ from msaserve.config import EngineConfig
 from msaserve.errors import MsaserveError
 from msaserve.loop import run_loop
 from msaserve.observe.log import configure_logging
+from msaserve.observe.trace import make_tracer
 
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel's bound is 108 with the terminator."""
@@ -39,6 +40,7 @@ class Task(msgspec.Struct):
     engine: dict[str, Any]
     """Fields of EngineConfig."""
     name: str
+    otlp_traces_endpoint: str | None = None
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
@@ -94,6 +96,7 @@ def _serve(task: Task, answers: TextIO) -> None:
     from msaserve.worker.served import ServedModel
     from msaserve.worker.server import run
 
+    tracer = make_tracer("worker", task.otlp_traces_endpoint)
     engine = Engine.from_checkpoint(Path(task.checkpoint), EngineConfig(**task.engine))
     model = ServedModel.of(engine, name=task.name)
     directory = _private_directory()
@@ -106,12 +109,13 @@ def _serve(task: Task, answers: TextIO) -> None:
             _say(answers, Answer(address=f"unix://{directory}/worker.sock"))
 
         address = f"unix:{directory}/worker.sock"
-        await run(AsyncEngine(engine), model, address, stop=stop, drain_seconds=0, on_ready=on_ready)
+        await run(AsyncEngine(engine), model, address, stop=stop, drain_seconds=0, on_ready=on_ready, tracer=tracer)
 
     try:
         run_loop(run_all())
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        tracer.close()
 
 
 def _private_directory() -> Path:

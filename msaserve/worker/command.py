@@ -16,6 +16,7 @@ from msaserve.config import EngineConfig, ModelConfig
 from msaserve.errors import AddressError, InvalidRequestError
 from msaserve.loop import run_loop
 from msaserve.observe.log import configure_logging
+from msaserve.observe.trace import make_tracer
 from msaserve.worker.child import MAX_SOCKET_PATH_BYTES
 
 
@@ -33,6 +34,8 @@ class Worker:
     """Where to listen, or unix:///PATH; port 0 takes a free one. There is no key: whoever reaches it may use it."""
     served_model_name: str | None = None
     """What clients call the model. Default: the directory's name."""
+    otlp_traces_endpoint: str | None = None
+    """Send OpenTelemetry spans there, such as http://127.0.0.1:4317. Default: OTEL_EXPORTER_OTLP_ENDPOINT, if set."""
     drain_seconds: int = 60
     """On SIGTERM or SIGINT: how long requests in flight may go on. A second signal ends the worker at once."""
 
@@ -41,6 +44,8 @@ class Worker:
         address = self._address()
         # What fails fast comes first: the address, the small files, then the weights.
         ModelConfig.from_checkpoint(self.checkpoint)
+
+        tracer = make_tracer("worker", self.otlp_traces_endpoint)
 
         from msaserve.engine.async_engine import AsyncEngine
         from msaserve.engine.engine import Engine
@@ -57,10 +62,19 @@ class Worker:
         async def run_all() -> None:
             stop = stop_on_signals()
             await run(
-                AsyncEngine(engine), model, address, stop=stop, drain_seconds=self.drain_seconds, on_ready=on_ready
+                AsyncEngine(engine),
+                model,
+                address,
+                stop=stop,
+                drain_seconds=self.drain_seconds,
+                on_ready=on_ready,
+                tracer=tracer,
             )
 
-        run_loop(run_all())
+        try:
+            run_loop(run_all())
+        finally:
+            tracer.close()
         return 0
 
     def _address(self) -> str:

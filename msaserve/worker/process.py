@@ -27,7 +27,9 @@ _END_SECONDS = 10.0
 class WorkerProcess:
     """A worker in a process of its own, which ends when this one does, however it ends. Leaving the `with` ends it."""
 
-    def __init__(self, checkpoint: Path, engine: EngineConfig, name: str) -> None:
+    def __init__(
+        self, checkpoint: Path, engine: EngineConfig, name: str, *, otlp_traces_endpoint: str | None = None
+    ) -> None:
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(p for p in (package_root, os.environ.get("PYTHONPATH")) if p)
         self._popen = subprocess.Popen(
@@ -38,7 +40,7 @@ class WorkerProcess:
             start_new_session=True,  # Ctrl-C is for this process: it lets requests end first
         )
         self._address = ""
-        task = Task(checkpoint=str(checkpoint), engine=asdict(engine), name=name)
+        task = Task(str(checkpoint), asdict(engine), name, otlp_traces_endpoint)
         assert self._popen.stdin is not None
         with suppress(BrokenPipeError):  # it has died; `wait_ready` says so
             self._popen.stdin.write(msgspec.json.encode(task) + b"\n")

@@ -17,6 +17,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as services
 
 from msaserve.engine.async_engine import AsyncEngine
 from msaserve.errors import AddressError, EngineError
+from msaserve.observe.trace import Tracer
 from msaserve.rpc.protocol import SERVER_OPTIONS, SERVICE
 from msaserve.worker.served import ServedModel
 from msaserve.worker.servicer import Servicer
@@ -31,13 +32,13 @@ _END_SECONDS = 2
 class WorkerServer:
     """Serves an engine, which it owns, to gateways. Made inside a running event loop."""
 
-    def __init__(self, engine: AsyncEngine, model: ServedModel) -> None:
+    def __init__(self, engine: AsyncEngine, model: ServedModel, tracer: Tracer | None = None) -> None:
         self._engine = engine
         self._counts: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW + 1)
         self._server: Any = grpc.aio.server(options=SERVER_OPTIONS)
         self._health: Any = health.aio.HealthServicer()
         services.add_VllmEngineServicer_to_server(
-            Servicer(engine, model, tokens_per_second=self._tokens_per_second), self._server
+            Servicer(engine, model, tokens_per_second=self._tokens_per_second, tracer=tracer), self._server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._observer: asyncio.Task[None] | None = None
@@ -105,6 +106,7 @@ async def run(
     stop: asyncio.Event,
     drain_seconds: float,
     on_ready: Callable[[int], None],
+    tracer: Tracer | None = None,
 ) -> None:
     """Serve until `stop` is set, then let requests in flight end for drain_seconds.
 
@@ -114,7 +116,7 @@ async def run(
         AddressError: see WorkerServer.start.
         EngineError: the engine has stopped by itself; every stream was told.
     """
-    server = WorkerServer(engine, model)
+    server = WorkerServer(engine, model, tracer)
     try:
         on_ready(await server.start(address))
         ends = [asyncio.create_task(event.wait()) for event in (stop, server.engine_stopped)]

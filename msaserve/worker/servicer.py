@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from datetime import datetime, timezone
 from typing import Any
@@ -19,6 +19,7 @@ from smg_grpc_proto.generated import common_pb2
 from msaserve.engine.async_engine import AsyncEngine
 from msaserve.errors import EngineError, InvalidRequestError, MsaserveError
 from msaserve.kv_events import CursorLostError
+from msaserve.observe.trace import GenerateSpan, Tracer
 from msaserve.rpc import convert, shm
 from msaserve.rpc.errors import to_status
 from msaserve.rpc.events import ResponseWriter
@@ -45,12 +46,18 @@ class Servicer(services.VllmEngineServicer):  # type: ignore[misc]
     """What it does not define answers UNIMPLEMENTED: Embed, StartProfile, StopProfile."""
 
     def __init__(
-        self, engine: AsyncEngine, model: ServedModel, *, tokens_per_second: Callable[[], float] = lambda: 0.0
+        self,
+        engine: AsyncEngine,
+        model: ServedModel,
+        *,
+        tokens_per_second: Callable[[], float] = lambda: 0.0,
+        tracer: Tracer | None = None,
     ) -> None:
-        """tokens_per_second: the recent rate of output, for GetLoads."""
+        """tokens_per_second: the recent rate of output, for GetLoads. tracer: of the spans around requests."""
         self._engine = engine
         self._model = model
         self._tokens_per_second = tokens_per_second
+        self._tracer = tracer or Tracer()
         self._shm_namespace = shm.namespace_id()
         self._archive: asyncio.Task[tuple[bytes, str]] | None = None
         self._start = time.monotonic()
@@ -58,30 +65,45 @@ class Servicer(services.VllmEngineServicer):  # type: ignore[misc]
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         self._last_receive = time.time()
+        span = GenerateSpan(self._tracer.start("Generate", "server", parent=context.invocation_metadata() or ()))
+        failure: BaseException | None = None
         try:
-            generate = await self._generate_request(request, context)
-            stops = self._stop_strings(request, generate)
-            writer = ResponseWriter(num_outputs=generate.sampling.n, is_streaming=request.stream)
-            open_outputs = set(range(generate.sampling.n))
-            async with aclosing(self._engine.generate(generate)) as events:
-                async for event in events:
-                    if event.index not in open_outputs:
-                        continue
-                    if event.finish_reason == "error":
-                        raise EngineError(event.error or "the request failed")
-                    found = None
-                    if stops:
-                        event, found = stops[event.index].cut(event)
-                    if found is not None:
-                        await self._engine.abort(generate.request_id, event.index)
-                    for response in writer.push(event, stop_string=found):
-                        yield response
-                    if event.finish_reason is not None:
-                        open_outputs.discard(event.index)
-                    if not open_outputs:
-                        break
+            async with aclosing(self._responses(request, context, span)) as responses:
+                async for response in responses:
+                    yield response
         except MsaserveError as error:
+            failure = error
             await _abort(context, error)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            span.end(failure)
+
+    async def _responses(self, request: Any, context: Any, span: GenerateSpan) -> AsyncGenerator[Any, None]:
+        generate = await self._generate_request(request, context)
+        stops = self._stop_strings(request, generate)
+        writer = ResponseWriter(num_outputs=generate.sampling.n, is_streaming=request.stream)
+        open_outputs = set(range(generate.sampling.n))
+        span.span.set("gen_ai.request.id", generate.request_id)
+        async with aclosing(self._engine.generate(generate)) as events:
+            async for event in events:
+                if event.index not in open_outputs:
+                    continue
+                if event.finish_reason == "error":
+                    raise EngineError(event.error or "the request failed")
+                found = None
+                if stops:
+                    event, found = stops[event.index].cut(event)
+                if found is not None:
+                    await self._engine.abort(generate.request_id, event.index)
+                span.push(event)
+                for response in writer.push(event, stop_string=found):
+                    yield response
+                if event.finish_reason is not None:
+                    open_outputs.discard(event.index)
+                if not open_outputs:
+                    break
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         for request_id in request.request_ids:

@@ -14,7 +14,7 @@ import uvicorn
 from msaserve.config import GenerationDefaults
 from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
-from msaserve.gateway.client import EngineClient
+from msaserve.gateway.client import EngineClient, WorkerState
 from msaserve.gateway.media.pipeline import MediaPipeline
 from msaserve.tokenizer import Tokenizer
 from msaserve.types import EngineLoad, GenerateRequest, Logprobs, ModelInfo, TokenEvent
@@ -110,6 +110,9 @@ class FakeClient:
 
     async def abort(self, request_id: str) -> None:
         raise AssertionError("the gateway closes its streams")
+
+    async def workers(self) -> list[WorkerState]:
+        return [WorkerState("fake", self.is_up, num_active=len(self.running), load=await self.load())]
 
     async def load(self) -> EngineLoad:
         return EngineLoad(

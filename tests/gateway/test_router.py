@@ -11,6 +11,7 @@ import pytest
 from fake_engine import FakeClient
 
 from msaserve.errors import BusyError, EngineError, InvalidRequestError, OverloadedError
+from msaserve.gateway.client import Breaker
 from msaserve.gateway.router import SEGMENT_TOKENS, Router
 from msaserve.types import GenerateRequest, SamplingParams, TokenEvent
 
@@ -112,9 +113,12 @@ async def test_a_refusal_is_not_seen(refusal: Exception) -> None:
     if isinstance(refusal, OverloadedError) and not isinstance(refusal, BusyError):
         assert len(fleet.clients[1].requests) == 1  # then it was left alone
         fleet.clients[1].refusal = None
+        state = (await fleet.router.workers())[1]
+        assert (state.num_requests, state.num_retries, state.num_failures, state.breaker) == (1, 1, 1, Breaker.OPEN)
         fleet.clock.now += 0.4
         assert 1 not in [await fleet.ask() for _ in range(3)]
         fleet.clock.now += 0.2
+        assert (await fleet.router.workers())[1].breaker is Breaker.HALF_OPEN
         assert 1 in [await fleet.ask() for _ in range(3)]
     await fleet.router.close()
 
@@ -208,8 +212,11 @@ async def test_closing_early_closes_the_workers_stream() -> None:
 
 async def test_the_sum_of_the_parts() -> None:
     fleet = Fleet(3)
-    load = await fleet.router.load()
-    assert (load.num_pages, load.num_output_tokens) == (600, 2331)
+    workers = await fleet.router.workers()
+    assert [(w.name, w.is_ready, w.num_requests, w.breaker) for w in workers] == [
+        (name, True, 0, Breaker.CLOSED) for name in "012"
+    ]
+    assert sum(w.load.num_pages for w in workers if w.load) == 600
     fleet.clients[1].info = FakeClient(max_model_len=100).info
     assert (await fleet.router.model_info()).max_model_len == 100
     fleet.clients[2].info = FakeClient(vocab_size=7).info

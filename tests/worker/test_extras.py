@@ -106,6 +106,8 @@ def test_a_gateway_without_the_engine(only: Any) -> None:
             answer = httpx.post(front.line(URL) + "/v1/chat/completions", json=asked, timeout=SECONDS, trust_env=False)
             assert answer.status_code == 200, (answer.text, front.log)
             assert answer.json()["usage"]["prompt_tokens"] > 16
+    error = last_error(cli("gateway", "--worker", address, "--otlp-traces-endpoint", "http://127.0.0.1:4317"))
+    assert "this needs opentelemetry, which is not installed: pip install 'msaserve[otel]'" in error
     for command, extra in (("worker", "engine"), ("generate", "engine"), ("serve", "all")):
         options = ["--prompt", "x"] if command == "generate" else []
         error = last_error(cli(command, str(TINY), *options, *(["--port", "0"] if command == "serve" else [])))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import re
 import time
 import uuid
+from dataclasses import dataclass
+from datetime import datetime, timezone
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -16,9 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from msaserve.gateway.apis.messages import MESSAGES
 from msaserve.gateway.apis.responses import RESPONSES
+from msaserve.gateway.stream import Generation
 from msaserve.gateway.transport import OPENAI, ClientGoneError, Dialect, NoSuchModelError, error_response
 from msaserve.observe.log import ACCESS_LOGGER
 from msaserve.observe.metrics import ServerMetrics
+from msaserve.observe.trace import NO_SPAN, Span, Tracer, Value
 
 _access_log = logging.getLogger(ACCESS_LOGGER)
 
@@ -26,13 +31,35 @@ _OPEN_PATHS = ("/health", "/ready")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class Envelope:
-    """Around every request: its id, the API key, errors nobody else answered, and what is counted and logged."""
+@dataclass
+class Facts:
+    """What an endpoint tells of its request, in `request.state.facts`, for the log and the span."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, metrics: ServerMetrics, paths: frozenset[str]) -> None:
+    answer_id: str = ""
+    generation: Generation | None = None
+
+    def items(self) -> dict[str, str | int]:
+        if self.generation is None:
+            return {}
+        return {
+            "id": self.answer_id,
+            "prompt_tokens": self.generation.num_prompt_tokens,
+            "cached_tokens": self.generation.num_cached_tokens,
+            "output_tokens": self.generation.num_output_tokens,
+        }
+
+
+class Envelope:
+    """Around every request: its id, the API key, errors nobody else answered, its span, what is counted and logged."""
+
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, metrics: ServerMetrics, tracer: Tracer, paths: frozenset[str]
+    ) -> None:
+        """paths: the routes; others are counted together."""
         self._app = app
         self._api_key = api_key
         self._metrics = metrics
+        self._tracer = tracer
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,9 +68,11 @@ class Envelope:
             return
         start = time.perf_counter()
         headers = Headers(scope=scope)
+        method, path = scope["method"], scope["path"] if scope["path"] in self._paths else "other"
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
+        facts = scope.setdefault("state", {})["facts"] = Facts()
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -53,21 +82,40 @@ class Envelope:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        span = self._tracer.start(f"{method} {path}", "server", parent=headers.items()) if method == "POST" else NO_SPAN
+        self._metrics.http_active.inc()
         try:
-            if self._api_key is not None and scope["path"] not in _OPEN_PATHS:
-                self._check_key(headers)
-            await self._app(scope, receive, send_with_id)
-        except (ClientGoneError, ClientDisconnect):
-            status = 499
-        except Exception as error:
-            if status:
-                raise
-            await error_response(error, dialect_of(scope["path"]))(scope, receive, send_with_id)
-        path = scope["path"] if scope["path"] in self._paths else "other"
-        self._metrics.count_http(scope["method"], path, status)
-        if _access_log.isEnabledFor(logging.INFO):
-            milliseconds = (time.perf_counter() - start) * 1000
-            _access_log.info("%s %s %d %.1f ms %s", scope["method"], path, status, milliseconds, request_id)
+            with span:
+                try:
+                    if self._api_key is not None and scope["path"] not in _OPEN_PATHS:
+                        self._check_key(headers)
+                    await self._app(scope, receive, send_with_id)
+                except (ClientGoneError, ClientDisconnect):
+                    status = 499
+                except Exception as error:
+                    if status:
+                        raise
+                    await error_response(error, dialect_of(scope["path"]))(scope, receive, send_with_id)
+                finally:
+                    if span.is_recorded:
+                        _describe(span, {"http.request.method": method, "http.route": path}, status, request_id, facts)
+        finally:
+            seconds = time.perf_counter() - start
+            self._metrics.http_active.dec()
+            self._metrics.count_http(method, path, status, seconds)
+            if _access_log.isEnabledFor(logging.INFO):
+                line = {
+                    "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+                    "method": method,
+                    "path": path,
+                    "status": status,
+                    "milliseconds": round(seconds * 1000, 1),
+                    "request_id": request_id,
+                    "client": (scope.get("client") or ("",))[0],
+                    **facts.items(),
+                    **({"trace_id": span.trace_id} if span.is_recorded else {}),
+                }
+                _access_log.info(json.dumps(line))
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -75,6 +123,15 @@ class Envelope:
         assert self._api_key is not None
         if not any(key and hmac.compare_digest(key.encode(), self._api_key.encode()) for key in keys):
             raise HTTPException(401, "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
+
+
+def _describe(span: Span, http: dict[str, str], status: int, request_id: str, facts: Facts) -> None:
+    known: dict[str, Value] = {**http, "http.response.status_code": status, "msaserve.request_id": request_id}
+    known |= {f"msaserve.{name}": value for name, value in facts.items().items()}
+    for name, value in known.items():
+        span.set(name, value)
+    if status >= 500:
+        span.fail(f"HTTP {status}")
 
 
 async def answer_error(request: Request, error: Exception) -> Response:

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from msaserve.errors import InvalidRequestError
+from msaserve.errors import InvalidRequestError, MsaserveError
 from msaserve.gateway.media.budget import ByteBudget, Lease
 from msaserve.gateway.media.fetch import Fetcher
 from msaserve.gateway.media.limits import MediaLimits
 from msaserve.gateway.media.pool import MediaPool
 from msaserve.gateway.media.prompt import expand
 from msaserve.gateway.media.spec import Hints, Prepared, SpecSource, normalize
+from msaserve.gateway.media.stages import Stages
 from msaserve.tokenizer import Tokenizer
 from msaserve.types import MediaItem, Modality
 
@@ -47,7 +48,8 @@ class MediaPipeline:
         self.spec = source.load()
         self._budget = ByteBudget(self.limits.max_inflight_bytes, max_wait_s=self.limits.max_wait_s)
         self._fetcher = Fetcher(self.limits, allowed_hosts=allowed_hosts, allows_private=allows_private)
-        self._pool = MediaPool(source, self.limits, num_processes=num_processes)
+        self.stages = Stages()
+        self._pool = MediaPool(source, self.limits, num_processes=num_processes, stages=self.stages)
 
     async def warm(self) -> None:
         """Make the first request as fast as the next."""
@@ -56,6 +58,18 @@ class MediaPipeline:
     async def close(self) -> None:
         await self._fetcher.close()
         await self._pool.close()
+
+    @property
+    def bytes_in_flight(self) -> int:
+        return self._budget.used
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._pool.cache_bytes
+
+    @property
+    def num_processes(self) -> int:
+        return self._pool.num_running
 
     def lease(self) -> Lease:
         """What one request holds of the bytes in flight; to be kept for as long as its items are."""
@@ -136,9 +150,14 @@ class MediaPipeline:
 
     async def _prepare(self, part: MediaPart, lease: Lease, places: asyncio.Semaphore) -> Prepared:
         with _Located(part):
-            async with places:
-                data = await self._fetcher.fetch(part.url, part.modality, lease)
-            return await self._pool.prepare(part.modality, data, part.hints)
+            try:
+                async with places:
+                    with self.stages.stage(part.modality, "fetch"):
+                        data = await self._fetcher.fetch(part.url, part.modality, lease)
+                return await self._pool.prepare(part.modality, data, part.hints)
+            except MsaserveError:
+                self.stages.count(part.modality, "refused")
+                raise
 
 
 def parse_part(part: dict[str, Any], where: str) -> MediaPart:

@@ -17,6 +17,7 @@ from msaserve.errors import BusyError, EngineError, InvalidRequestError
 from msaserve.gateway.media.limits import MIB, MediaLimits
 from msaserve.gateway.media.process import Done, Failed, Job, Setup, receive, send
 from msaserve.gateway.media.spec import Hints, Prepared, SpecSource
+from msaserve.gateway.media.stages import Stages
 from msaserve.types import Modality
 
 _MAX_JOBS = 10_000
@@ -35,13 +36,22 @@ class MediaPool:
 
     Args:
         num_processes: None: one per core. They start when they are needed.
+        stages: is told what becomes of items.
     """
 
-    def __init__(self, source: SpecSource, limits: MediaLimits, *, num_processes: int | None = None) -> None:
+    def __init__(
+        self,
+        source: SpecSource,
+        limits: MediaLimits,
+        *,
+        num_processes: int | None = None,
+        stages: Stages | None = None,
+    ) -> None:
         count = num_cores() if num_processes is None else num_processes
         assert count >= 1
         self._setup = Setup(source, limits)
         self._limits = limits
+        self._stages = stages or Stages()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="media")
         self._places = asyncio.Semaphore(count)
         self._idle: list[_Process] = []
@@ -61,19 +71,32 @@ class MediaPool:
         key = (digest, modality, hints)
         item = self._recent.get(key)
         if item is not None:
+            self._stages.count(modality, "cached")
             return item
         flight = self._flights.get(key)
+        is_new = flight is None
         if flight is None:
             flight = self._flights[key] = _Flight()
             flight.task = asyncio.ensure_future(self._run(flight, key, data))
         assert flight.task is not None
         flight.num_waiting += 1
         try:
-            return await asyncio.shield(flight.task)
+            item = await asyncio.shield(flight.task)
+            self._stages.count(modality, "prepared" if is_new else "joined")
+            return item
         finally:
             flight.num_waiting -= 1
             if flight.num_waiting == 0 and not flight.has_begun:
                 flight.task.cancel()
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._recent.num_bytes
+
+    @property
+    def num_running(self) -> int:
+        """Processes."""
+        return sum(process.is_running for process in [*self._idle, *self._busy])
 
     async def warm(self) -> None:
         """Start one process ahead of the first job."""
@@ -96,12 +119,14 @@ class MediaPool:
         _, modality, hints = key
         try:
             try:
-                await asyncio.wait_for(self._places.acquire(), self._limits.max_wait_s)
+                with self._stages.stage(modality, "wait"):
+                    await asyncio.wait_for(self._places.acquire(), self._limits.max_wait_s)
             except asyncio.TimeoutError as error:
                 raise BusyError(f"no media process was free for {self._limits.max_wait_s:g} s") from error
             flight.has_begun = True
             try:
-                item = await self._run_in_process(Job(modality, hints), data)
+                with self._stages.stage(modality, "prepare"):
+                    item = await self._run_in_process(Job(modality, hints), data)
             finally:
                 self._places.release()
             self._recent.put(key, item)
@@ -146,7 +171,7 @@ class _Recent:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._items: OrderedDict[_Key, Prepared] = OrderedDict()
 
     def get(self, key: _Key) -> Prepared | None:
@@ -160,10 +185,10 @@ class _Recent:
         if key in self._items or item.patches.nbytes > self._max_bytes // 2:
             return
         self._items[key] = item
-        self._num_bytes += item.patches.nbytes
-        while self._num_bytes > self._max_bytes:
+        self.num_bytes += item.patches.nbytes
+        while self.num_bytes > self._max_bytes:
             _, dropped = self._items.popitem(last=False)
-            self._num_bytes -= dropped.patches.nbytes
+            self.num_bytes -= dropped.patches.nbytes
 
 
 class _Process:

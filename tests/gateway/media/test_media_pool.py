@@ -99,7 +99,7 @@ async def test_recent_items_are_kept_within_bounds(pool: MediaPool) -> None:
     assert other is not first
     for seed in range(1, 16):
         await pool.prepare("image", picture(seed=seed), Hints())
-        assert pool._recent._num_bytes <= LIMITS.max_cache_bytes
+        assert pool.cache_bytes <= LIMITS.max_cache_bytes
         assert await pool.prepare("image", picture(seed=seed), Hints()) is not first
     assert await pool.prepare("image", picture(), Hints()) is not first
 
