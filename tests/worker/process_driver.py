@@ -74,8 +74,9 @@ def running(*arguments: str) -> Iterator[Process]:
         process.popen.wait(10)
 
 
-def worker(address: str = "127.0.0.1:0") -> Any:
-    return running("worker", str(TINY), "--grpc", address, "--kv-cache-gib", "0.02", "--max-model-len", "4096")
+def worker(address: str = "127.0.0.1:0", *options: str) -> Any:
+    sizes = ("--kv-cache-gib", "0.02", "--max-model-len", "4096")
+    return running("worker", str(TINY), "--grpc", address, *sizes, *options)
 
 
 def gateway(*addresses: str, **options: str) -> Any:

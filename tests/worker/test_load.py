@@ -1,0 +1,107 @@
+"""Under load: many streams whose readers are slow, and a worker that is killed. The long versions are in
+benchmarks/gateway/soak.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import socket
+from contextlib import ExitStack
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+from process_driver import ADDRESS, SECONDS, URL, gateway, serve, worker
+
+NUM_STREAMS = 500
+NUM_TOKENS = 12
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": [5, 6, 7], "temperature": 0, "ignore_eos": True, "stream": True, **fields}
+
+
+async def slow_stream(url: str, seed: int) -> str:
+    """The whole answer, through a small window and with pauses: the server cannot send it ahead."""
+    rng = random.Random(seed)
+    address = urlsplit(url)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (address.hostname, address.port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+    body = json.dumps(completion(max_tokens=NUM_TOKENS, prompt=[5 + seed % 200, 6, 7])).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    chunks = []
+    while chunk := await reader.read(600):
+        chunks.append(chunk)
+        await asyncio.sleep(rng.uniform(0.0, 0.3))
+    writer.close()
+    return b"".join(chunks).decode()
+
+
+async def test_500_streams_with_slow_readers() -> None:
+    with serve("--max-num-seqs", "512") as server:
+        url = await asyncio.to_thread(server.line, URL)
+        family = [psutil.Process(server.popen.pid), *psutil.Process(server.popen.pid).children(recursive=True)]
+        async with httpx.AsyncClient(trust_env=False, timeout=SECONDS) as http:
+            streams = [asyncio.create_task(slow_stream(url, seed)) for seed in range(NUM_STREAMS)]
+            # Who reads at once is served among them.
+            quick = await http.post(f"{url}/v1/completions", json=completion(stream=False, max_tokens=4))
+            assert quick.json()["usage"]["completion_tokens"] == 4
+            answers = await asyncio.gather(*streams)
+            for answer in answers:
+                assert answer.startswith("HTTP/1.1 200"), answer
+                assert answer.count('"text"') >= 1
+                assert "[DONE]" in answer
+                assert '"error"' not in answer
+            for _ in range(100):
+                metrics = (await http.get(f"{url}/metrics")).text
+                if 'msaserve:num_used_pages{model_name="tiny"} 0.0' in metrics:
+                    break
+                await asyncio.sleep(0.05)
+            assert 'msaserve:num_used_pages{model_name="tiny"} 0.0' in metrics
+            assert "smg_http_connections_active 1.0" in metrics
+        assert sum(p.num_fds() for p in family) < 300  # no connection is left
+        assert server.end(signal.SIGTERM) == 0
+        assert "Traceback" not in server.log
+
+
+async def test_a_worker_killed_under_load() -> None:
+    """Eight requests run in each of two workers, and twelve wait. Only the eight that have begun in one are lost."""
+    with ExitStack() as stack:
+        workers = [stack.enter_context(worker("127.0.0.1:0", "--max-num-seqs", "8")) for _ in range(2)]
+        addresses = [process.line(ADDRESS) for process in workers]
+        front = stack.enter_context(gateway(*addresses, policy="least_load"))
+        url = front.line(URL)
+        begun: set[int] = set()
+
+        async def stream(i: int) -> tuple[int, list[str]]:
+            lines = []
+            body = completion(max_tokens=150, prompt=[5 + i, 6, 7])
+            async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if line:
+                        lines.append(line)
+                        begun.add(i)
+                return answer.status_code, lines
+
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(trust_env=False, timeout=SECONDS, limits=limits) as http:
+            tasks = [asyncio.create_task(stream(i)) for i in range(40)]
+            while len(begun) < 16:
+                await asyncio.sleep(0.01)
+            workers[0].popen.kill()
+            answers = await asyncio.gather(*tasks)
+            assert {status for status, _ in answers} == {200}
+            lost = [lines for _, lines in answers if '"error"' in lines[-1]]
+            whole = [lines for _, lines in answers if lines[-1] == "data: [DONE]"]
+            assert (len(lost), len(whole)) == (8, 32)
+            assert all("the worker failed" in lines[-1] for lines in lost)
+            metrics = (await http.get(f"{url}/metrics")).text
+            assert f'smg_worker_retries_total{{model="tiny",worker="{addresses[0]}"}} 12.0' in metrics
+        assert "Traceback" not in front.log
