@@ -517,6 +517,28 @@ def _merge_kernel(
         tl.extra.cuda.gdc_wait()
 
 
+def _topk_pad(topk: int) -> int:
+    """Places for the chosen: one to each lane of a warp at least, so that a reduction is one instruction."""
+    return max(32, 1 << (topk - 1).bit_length())
+
+
+def _combs(
+    num_blocks: int,
+    num_requests: int,
+    topk: int,
+    programs: int = select.SCORE_PROGRAMS,
+    direct: int = select.DIRECT_BLOCKS,
+) -> tuple[int, int]:
+    """(programs of the scan to a request, most blocks of one of them); 0 blocks if their best are not asked for."""
+    combs = max(1, min(num_blocks, programs // num_requests))
+    if num_blocks <= direct:
+        return combs, 0
+    # A thread holds 32 of the blocks of the combs that were chosen at most.
+    least = max(_topk_pad(topk), triton.next_power_of_2(triton.cdiv(num_blocks * _topk_pad(topk), 1024)))
+    combs = max(least, 1 << (min(combs, direct).bit_length() - 1))
+    return combs, int(triton.next_power_of_2(triton.cdiv(num_blocks, combs)))
+
+
 def why_not(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -541,6 +563,10 @@ def why_not(
     reason = reason or attend.why_not(q, k_cache, v_cache, block_ids, *where, max_query_len=max_query_len)
     if reason is not None:
         return reason
+    if triton.next_power_of_2(index_q.shape[1]) * triton.next_power_of_2(max_query_len) > 64:
+        return f"{index_q.shape[1]} index heads and max_query_len = {max_query_len} need more than 64 rows"
+    if _combs(triton.cdiv(max_seq_len, k_cache.shape[1]), seq_lens.shape[0], topk)[0] > 1024:
+        return f"max_seq_len = {max_seq_len} with topk = {topk} has too many blocks"
     if index_k_cache.shape[1] != k_cache.shape[1]:
         return f"pages of {index_k_cache.shape[1]} index keys and of {k_cache.shape[1]} keys differ"
     for cache in (k_cache, v_cache, index_k_cache):
@@ -582,17 +608,12 @@ def select_attend(
     block_size, num_kv_heads = k_cache.shape[1:3]
     num_requests = seq_lens.shape[0]
     num_blocks = triton.cdiv(max_seq_len, block_size)
-    # All lanes of a warp, so that a reduction is one instruction.
-    topk_pad = max(32, triton.next_power_of_2(topk))
+    topk_pad = _topk_pad(topk)
     query_pad = triton.next_power_of_2(max_query_len)
     empty = partial(torch.empty, dtype=torch.int32, device=q.device)
     pdl = {"PDL": True, "launch_pdl": True}
 
-    combs = max(1, min(num_blocks, programs // num_requests))
-    run = 0
-    if num_blocks > direct:
-        combs = max(topk_pad, 1 << (min(combs, direct).bit_length() - 1))
-        run = triton.next_power_of_2(triton.cdiv(num_blocks, combs))
+    combs, run = _combs(num_blocks, num_requests, topk, programs, direct)
     per_program = triton.cdiv(num_blocks, combs)
     scores = empty((num_kv_heads, num_rows, num_blocks))
     comb_scores, comb_blocks = scores, scores
