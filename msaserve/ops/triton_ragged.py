@@ -6,6 +6,11 @@ import triton
 import triton.language as tl
 
 
+def next_power_of_2(n: int) -> int:
+    """The least power of two of at least n. Triton's own function takes longer than a launch."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 @triton.jit
 def query_tile(cu_query_lens, tile, B, BQ: tl.constexpr, BLOCK_B: tl.constexpr):
     """The tile-th run of at most BQ tokens of one request: (request, first token, the request's first and end token).

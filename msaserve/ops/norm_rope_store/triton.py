@@ -9,6 +9,7 @@ import triton.language as tl
 from msaserve.ops.norm_rope_store import Queries
 from msaserve.ops.select_blocks.decode_triton import launch_options
 from msaserve.ops.store_kv.triton import stored
+from msaserve.ops.triton_ragged import next_power_of_2
 
 HEADS = 16
 """Query heads of one program."""
@@ -185,7 +186,7 @@ def norm_rope_store(
     index_q = None
     if num_index_heads:
         index_q = q.new_empty((num_rows, num_index_heads, index_dim), dtype=index_q_dtype or q.dtype)
-    parts = triton.cdiv(num_heads, HEADS) + 1 + (num_index_heads > 0)
+    parts = -(-num_heads // HEADS) + 1 + (num_index_heads > 0)
     norm_rope_store_kernel[(num_rows, parts)](
         projected,
         q,
@@ -215,13 +216,13 @@ def norm_rope_store(
         HQ=num_heads,
         HKV=num_kv_heads,
         HI=num_index_heads,
-        HKVP=triton.next_power_of_2(num_kv_heads),
-        HIP=triton.next_power_of_2(max(1, num_index_heads)),
+        HKVP=next_power_of_2(num_kv_heads),
+        HIP=next_power_of_2(max(1, num_index_heads)),
         HEADS=HEADS,
         D=dim,
-        DP=triton.next_power_of_2(dim),
+        DP=next_power_of_2(dim),
         DI=index_dim,
-        DIP=triton.next_power_of_2(index_dim),
+        DIP=next_power_of_2(index_dim),
         PAIRS=cos.shape[1],
         BLOCK=block_size,
         num_warps=4,

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,6 +27,7 @@ from msaserve.ops.gluon_tma import descriptor, tma_load
 from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.select_blocks import triton_prefill
 from msaserve.ops.select_blocks.triton_prefill import num_workers, split_of
+from msaserve.ops.triton_ragged import next_power_of_2
 
 ROWS = 256
 """Of a tile: two warpgroups of two pieces of 64."""
@@ -249,7 +249,7 @@ def why_not(index_q: torch.Tensor, index_k_cache: torch.Tensor, *args: object, *
     _, block_size, dim = index_k_cache.shape
     if dim not in (64, 128) or block_size not in (64, 128):
         return "the index dim and the block size must be 64 or 128"
-    if triton.next_power_of_2(index_q.shape[1]) > 128:
+    if next_power_of_2(index_q.shape[1]) > 128:
         return "there are over 128 index heads"
     aligned = 16 // index_k_cache.itemsize
     if any(stride % aligned for stride in index_k_cache.stride()[:2]) or index_k_cache.data_ptr() % 16:
@@ -275,11 +275,11 @@ def score_tiles(
     """As `triton_prefill.score_tiles`, for tiles of 256 rows."""
     num_heads, dim = index_q.shape[1:]
     block_size = index_k_cache.shape[1]
-    heads_padded = triton.next_power_of_2(num_heads)
+    heads_padded = next_power_of_2(num_heads)
     assert block_q * heads_padded == ROWS
     pages = descriptor(index_k_cache, (1, block_size, dim))
     split_blocks = split_of(num_tiles, num_blocks, num_workers(index_q.device), group)
-    _score_kernel[(num_tiles, triton.cdiv(num_blocks, split_blocks))](
+    _score_kernel[(num_tiles, -(-num_blocks // split_blocks))](
         index_q,
         pages,
         block_table,

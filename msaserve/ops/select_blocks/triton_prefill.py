@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from msaserve.ops.hopper import why_not_triton
-from msaserve.ops.triton_ragged import _query_tiles_kernel
+from msaserve.ops.triton_ragged import _query_tiles_kernel, next_power_of_2
 
 SCRATCH_BYTES = 256 << 20
 """Bound on the score scratch of one call (one tile's scores where even those are larger)."""
@@ -352,7 +352,7 @@ def score_tiles(
     num_heads, dim = index_q.shape[1:]
     block_size = index_k_cache.shape[1]
     split_blocks = split_of(num_tiles, num_blocks, 2 * num_workers(index_q.device), group)
-    _score_kernel[(num_tiles, triton.cdiv(num_blocks, split_blocks))](
+    _score_kernel[(num_tiles, -(-num_blocks // split_blocks))](
         index_q,
         index_k_cache,
         block_table,
@@ -370,9 +370,9 @@ def score_tiles(
         block_table.stride(0),
         GROUP=group,
         HKV=num_heads,
-        HP=triton.next_power_of_2(num_heads),
+        HP=next_power_of_2(num_heads),
         DI=dim,
-        DP=triton.next_power_of_2(dim),
+        DP=next_power_of_2(dim),
         BLOCK=block_size,
         BLOCK_Q=block_q,
         STAGES=3,
@@ -443,7 +443,7 @@ def select_blocks(
     if num_tokens == 0 or batch == 0 or max_seq_len == 0:
         return out
     num_blocks = -(-max_seq_len // block_size)
-    heads_padded = triton.next_power_of_2(num_heads)
+    heads_padded = next_power_of_2(num_heads)
     block_q = max(1, rows // heads_padded)
     rows = block_q * heads_padded
     total_tiles = -(-num_tokens // block_q) + batch - 1
@@ -455,7 +455,7 @@ def select_blocks(
         total_tiles,
         batch,
         BQ=block_q,
-        BLOCK_B=triton.next_power_of_2(batch),
+        BLOCK_B=next_power_of_2(batch),
         num_warps=1,
     )
     chunk = max(1, min(total_tiles, SCRATCH_BYTES // (num_blocks * rows * 4)))

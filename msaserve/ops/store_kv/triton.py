@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from msaserve.ops.select_blocks.decode_triton import launch_options
+from msaserve.ops.triton_ragged import next_power_of_2
 
 
 @triton.jit
@@ -141,11 +142,11 @@ def store_kv(
         0 if k_scale is None or k_scale.numel() == 1 else k_scale.stride(0),
         0 if v_scale is None or v_scale.numel() == 1 else v_scale.stride(0),
         H=num_heads,
-        HP=triton.next_power_of_2(num_heads),
+        HP=next_power_of_2(num_heads),
         D=dim,
-        DP=triton.next_power_of_2(dim),
+        DP=next_power_of_2(dim),
         DI=index_dim,
-        DIP=triton.next_power_of_2(index_dim),
+        DIP=next_power_of_2(index_dim),
         BLOCK=k_cache.shape[1],
         num_warps=2,
         **launch_options(k),
