@@ -142,7 +142,7 @@ class Servicer(services.VllmEngineServicer):  # type: ignore[misc]
             server_type=SERVER_TYPE,
             data_parallel_size=1,
             shm_namespace_id=self._shm_namespace,
-            kv_cache_dtype="auto",
+            kv_cache_dtype=model.kv_cache_dtype,
             block_size=model.block_size,
             model_dtype=f"torch.{model.dtype}",
             mm_device_do_normalize=has_vision,
