@@ -126,7 +126,7 @@ def choose_kernels(device: torch.device) -> Kernels:
     try:
         compiled = Kernels(compiled=True)
         with torch.autocast(device.type, torch.bfloat16):
-            is_right = agree(compiled, Kernels(), device, torch.bfloat16)
+            is_right = agree(compiled, Kernels(), device, torch.bfloat16, lengths=(65_536, 36_864))
     except Exception as error:
         print(f"kernels are not compiled: {error!r:.500}", flush=True)
         return Kernels()
