@@ -8,6 +8,9 @@ A waiting program looks at the data itself: every word that it will read is firs
 arithmetic yields, by the program that will write it. With programmatic dependent launch a kernel starts only after
 every program of the one before has said that it may, which they say after this, so what is read is UNWRITTEN or final.
 No counter has to be kept or zeroed, and as the programs waited for are running already, none can wait for ever.
+
+What is read before the launch before has ended, and so must not be written by one that lets its dependents start before
+it has: block_table, seq_lens, cu_query_lens, and index keys of blocks without a token of this step's queries.
 """
 
 # Argument lists that Triton must see written out are longer than a line.
@@ -113,7 +116,7 @@ def _scan_kernel(
     index_q, index_k, block_table, seq_lens, cu_query_lens, scores, comb_scores, comb_blocks,
     max_blocks, stride_qt, stride_qh, stride_b, stride_sh, stride_st,
     H: gl.constexpr, QP: gl.constexpr, R: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, COMBS: gl.constexpr, PDL: gl.constexpr, OVERLAP: gl.constexpr, PREFETCH: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, COMBS: gl.constexpr, PDL: gl.constexpr, OVERLAP: gl.constexpr, PREFETCH: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with COMBS their best.
 
@@ -149,10 +152,16 @@ def _scan_kernel(
     num_blocks = gl.minimum((seq_len + BLOCK - 1) // BLOCK, max_blocks)
     count = gl.where(query_len > 0, (num_blocks - first + step - 1) // step, 0)
     thread_barrier()
+    # Blocks without a token of this step are older than the launch before.
+    num_old = (seq_len - query_len) // BLOCK if EARLY else 0
+    for fill in gl.static_range(STAGES):
+        if EARLY and (fill < count) & (first + fill * step < num_old):
+            mbarrier.expect(full.index(fill), page_bytes)
+            tma_load(index_k, [pages[fill], 0, 0], full.index(fill), k_smem.index(fill))
     if PDL:
         _wait_for_launch_before()
     for fill in gl.static_range(STAGES):
-        if fill < count:
+        if (fill < count) & (first + fill * step >= num_old):
             mbarrier.expect(full.index(fill), page_bytes)
             tma_load(index_k, [pages[fill], 0, 0], full.index(fill), k_smem.index(fill))
 
@@ -168,6 +177,8 @@ def _scan_kernel(
             gl.store(comb_scores + comb_at, gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
             gl.store(comb_blocks + comb_at, gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
 
+    if PDL:
+        _let_next_start()
     copy: gl.constexpr = gl.BlockedLayout([8, 1], [D // 8, 256 // D], [1, num_warps], [0, 1])
     d = gl.arange(0, D, layout=gl.SliceLayout(1, copy))
     c = gl.arange(0, R, layout=gl.SliceLayout(0, copy))
@@ -176,8 +187,6 @@ def _scan_kernel(
         mask=((c // QP < H) & (c % QP < query_len))[None, :],
         other=0.0,
     )
-    if PDL:
-        _let_next_start()
     q = gl.convert_layout(q.to(element), queries)
 
     visible = seq_len - query_len + r % QP + 1
@@ -602,6 +611,7 @@ def select_attend(
     strict: bool = True,
     overlap: bool = True,
     prefetch: bool = True,
+    early: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits depend on shapes only."""
     num_rows, num_heads, dim = q.shape
@@ -643,6 +653,7 @@ def select_attend(
         BLOCK=block_size,
         STAGES=scan_stages or min(2, per_program),
         COMBS=run > 0,
+        EARLY=early,
         OVERLAP=overlap,
         PREFETCH=prefetch,
         num_warps=4,

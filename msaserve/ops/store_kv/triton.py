@@ -59,7 +59,6 @@ def store_kernel(
     t = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slots + t)
     if slot >= 0:
         page = slot // BLOCK
@@ -85,6 +84,11 @@ def store_kernel(
                 xs = tl.load(index_scale).to(tl.float32)
             to = index_k_cache + page * stride_icp + offset * stride_icn + i
             tl.store(to, stored(ik, xs, index_k_cache), mask=i < DI)
+    if PDL:
+        # select_attend reads index keys older than its own step before it waits for the launch before it.
+        tl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def why_not(
