@@ -125,3 +125,37 @@ def test_decode_on_a_card(spec: CaseSpec, cache_dtype: torch.dtype) -> None:
         )
         assert relative_error(out, want) < (4e-3 if cache_dtype == torch.bfloat16 else 2e-2)
         assert (out[(want == 0).flatten(1).all(-1)] == 0).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper card")
+def test_keys_stored_by_the_launch_before_are_seen() -> None:
+    """Old keys are read before the launch before has ended: store_kv lets its dependents start after its stores only."""
+    spec = m3_spec("stored", ((1, 30000), (1, 9000)), index_values="integers")
+    case = build(spec, dtype=torch.bfloat16, device="cuda")
+    slots = torch.cat(
+        [
+            case.block_table[request, tokens // spec.block_size].long() * spec.block_size + tokens % spec.block_size
+            for request, (_, seq_len) in enumerate(spec.requests)
+            for tokens in [torch.arange(seq_len, device="cuda")]
+        ]
+    )
+    k, v, index_k = (c.flatten(0, 1)[slots] for c in (case.k_cache, case.v_cache, case.index_k_cache))
+    want = call(case, impl="reference")
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        case.index_k_cache.zero_()
+        index = {"index_k": index_k, "index_k_cache": case.index_k_cache}
+        ops.store_kv(k, v, case.k_cache, case.v_cache, slots, **index, impl="triton")
+        return call(case, impl="gluon_decode")
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, ids = step()
+    for _ in range(10):
+        ids.fill_(7)
+        graph.replay()
+        assert torch.equal(ids.sort(-1).values, want[1].sort(-1).values)
+        assert relative_error(out, want[0]) < 4e-3
