@@ -130,7 +130,7 @@ def test_decode_on_a_card(spec: CaseSpec, cache_dtype: torch.dtype) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper card")
 def test_keys_stored_by_the_launch_before_are_seen() -> None:
-    """Old keys are read before the launch before has ended: store_kv lets its dependents start after its stores only."""
+    """Old keys are read before the launch before has ended, so store_kv lets its dependents start after its stores."""
     spec = m3_spec("stored", ((1, 30000), (1, 9000)), index_values="integers")
     case = build(spec, dtype=torch.bfloat16, device="cuda")
     slots = torch.cat(
