@@ -83,6 +83,16 @@ def test_selection_by_groups(spec: CaseSpec, segments: bool, monkeypatch: pytest
     assert torch.equal(choose(case, "triton_prefill"), choose(case, "reference"))
 
 
+def test_splits_even_out_a_prompt_from_its_start() -> None:
+    """128 tiles that see 1 to 64 blocks: whole, the longest decide; in splits, all workers are busy to the end."""
+    work = sum(64 - tile // 2 for tile in range(128)) / 132
+    blocks = triton_prefill.split_of(128, 64, 132, 1, 64)
+    assert triton_prefill.makespan(128, 64, 132, 64, 64) > 1.8 * work
+    assert triton_prefill.makespan(128, 64, 132, 64, blocks) < 1.3 * work
+    assert triton_prefill.split_of(128, 544, 132, 16, 64) == 544
+    assert triton_prefill.split_of(64, 4096, 132, 16, 32) % 16 == 0
+
+
 @pytest.mark.parametrize("is_narrow", [False, True])
 @pytest.mark.parametrize("name", ["ragged", "local_blocks_2", "special_keys"])
 def test_selection_of_8_bits_equals_the_reference(name: str, is_narrow: bool) -> None:

@@ -278,7 +278,8 @@ def score_tiles(
     heads_padded = next_power_of_2(num_heads)
     assert block_q * heads_padded == ROWS
     pages = descriptor(index_k_cache, (1, block_size, dim))
-    split_blocks = split_of(num_tiles, num_blocks, num_workers(index_q.device), group)
+    spread = min(num_blocks, num_tiles * block_q // block_size)
+    split_blocks = split_of(num_tiles, num_blocks, num_workers(index_q.device), group, spread)
     _score_kernel[(num_tiles, -(-num_blocks // split_blocks))](
         index_q,
         pages,

@@ -9,6 +9,7 @@ registers alone, then walks the scores again to write the ids.
 
 from __future__ import annotations
 
+import heapq
 from functools import lru_cache
 from typing import Protocol
 
@@ -313,16 +314,35 @@ def _topk_kernel(
 
 
 @lru_cache(maxsize=4096)
-def split_of(num_tiles: int, num_blocks: int, num_workers: int, group: int = 1) -> int:
-    """Blocks per split of the context, whole groups, so that the splits of all tiles fill the card in whole waves."""
+def split_of(num_tiles: int, num_blocks: int, num_workers: int, group: int = 1, spread: int = 0) -> int:
+    """Blocks per split of the context, whole groups, so that the splits of all tiles fill the card evenly.
+
+    The last tile sees num_blocks, the first `spread` fewer.
+    """
     best, best_cost = num_blocks, float("inf")
+    is_even = 4 * spread < num_blocks
     for splits in range(1, max(2, num_blocks // 16 + 1)):
         blocks = -(-num_blocks // (splits * group)) * group
-        waves = -(-num_tiles * -(-num_blocks // blocks) // num_workers)
-        cost = waves * (blocks + 2.0)
+        if is_even:
+            cost = -(-num_tiles * -(-num_blocks // blocks) // num_workers) * (blocks + 2.0)
+        elif num_tiles * splits <= 8 * num_workers:
+            cost = makespan(num_tiles, num_blocks, num_workers, spread, blocks)
+        else:
+            break
         if cost < best_cost * 0.99:
             best, best_cost = blocks, cost
     return best
+
+
+def makespan(num_tiles: int, num_blocks: int, num_workers: int, spread: int, blocks: int) -> float:
+    """Blocks of time until the last program ends, workers taking them as the grid has them: by split, longest first."""
+    ends = [0.0] * num_workers
+    for lo in range(0, num_blocks, blocks):
+        for tile in range(num_tiles):
+            length = min(num_blocks - spread * tile // num_tiles - lo, blocks)
+            if length > 0:
+                heapq.heapreplace(ends, ends[0] + length + 2.0)
+    return max(ends)
 
 
 def num_workers(device: torch.device) -> int:
@@ -351,7 +371,8 @@ def score_tiles(
     """
     num_heads, dim = index_q.shape[1:]
     block_size = index_k_cache.shape[1]
-    split_blocks = split_of(num_tiles, num_blocks, 2 * num_workers(index_q.device), group)
+    spread = min(num_blocks, num_tiles * block_q // block_size)
+    split_blocks = split_of(num_tiles, num_blocks, 2 * num_workers(index_q.device), group, spread)
     _score_kernel[(num_tiles, -(-num_blocks // split_blocks))](
         index_q,
         index_k_cache,
