@@ -142,6 +142,10 @@ def test_refusals() -> None:
         norm_rope_store(*args[:4], args[4].repeat(1, 4), args[5].repeat(1, 4), **options)
     with pytest.raises(ValueError, match=r"index_q_dtype is torch\.float16"):
         norm_rope_store(*args, **options, index_q_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"v_cache is torch\.float8_e5m2"):
+        norm_rope_store(*args[:2], args[2].to(torch.float8_e5m2), *args[3:], **options)
+    with pytest.raises(ValueError, match=r"k_scale has shape \[3\]"):
+        norm_rope_store(*args, **options, k_scale=torch.ones(3))
     with pytest.raises(ValueError, match="int64"):
         norm_rope_store(*args[:3], args[3].int(), *args[4:], **options)
 
