@@ -178,6 +178,8 @@ class EngineConfig:
     """Reuse cached prefixes of earlier requests."""
     attend_impl: str | None = None
     """The implementation of ops.sparse_attend to use. None: the best that works."""
+    enable_decode_graphs: bool = True
+    """Launch decode steps on a GPU as CUDA graphs."""
     seed: int = 0
     """Seeds the requests that name no seed of their own."""
 

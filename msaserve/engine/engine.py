@@ -14,6 +14,7 @@ from msaserve import env
 from msaserve.cache.kv import KVCache
 from msaserve.config import EngineConfig, ModelConfig
 from msaserve.engine.grammar import Grammars
+from msaserve.engine.graphs import DecodeGraphs
 from msaserve.engine.media import check_media
 from msaserve.engine.plan import RowResult, StepResult
 from msaserve.engine.request import Request
@@ -94,9 +95,13 @@ class Engine:
             eos_token_ids=model_config.eos_token_ids,
             enable_prefix_cache=config.enable_prefix_cache,
         )
+        graphs = None
+        if config.enable_decode_graphs and device.type == "cuda":
+            limits = {"max_num_seqs": config.max_num_seqs, "max_model_len": scheduler_config.max_model_len}
+            graphs = DecodeGraphs(model, cache, **limits, attend_impl=config.attend_impl)
         return cls(
             Scheduler(scheduler_config, rng=page_order),
-            Runner(model, cache, attend_impl=config.attend_impl),
+            Runner(model, cache, attend_impl=config.attend_impl, graphs=graphs),
             model_config,
             seed=config.seed,
         )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from msaserve.cache.kv import AttentionBatch, KVCache
+from msaserve.engine.graphs import DecodeGraphs
 from msaserve.engine.media import MediaFeatures, media_positions
 from msaserve.engine.plan import PlanRow, RowResult, StepPlan, StepResult
 from msaserve.engine.sampler import sample
@@ -28,13 +29,19 @@ class _RowMedia:
 
 
 class Runner:
-    """Runs plans on a model and its cache. Keeps nothing between steps but the features of recent media."""
+    """Runs plans on a model and its cache. Keeps nothing between steps but the features of recent media.
 
-    def __init__(self, model: MiniMaxM3, cache: KVCache, *, attend_impl: str | None = None) -> None:
+    graphs: of this model and cache, for steps of one token a request.
+    """
+
+    def __init__(
+        self, model: MiniMaxM3, cache: KVCache, *, attend_impl: str | None = None, graphs: DecodeGraphs | None = None
+    ) -> None:
         self.cache = cache
         self._model = model
         self._config = model.config
         self._attend_impl = attend_impl
+        self._graphs = graphs
         self._device = model.device
         self._media = MediaFeatures(self._embed_media, max_bytes=MEDIA_CACHE_BYTES)
 
@@ -62,9 +69,29 @@ class Runner:
         if not live:
             return StepResult(results)
         rows = [plan.rows[i] for i in live]
-        token_ids, batch = build_batch(rows, block_size=self.cache.block_size, device=self._device)
+        hidden = self._forward(rows, media)
+        sampled = [place for place, row in enumerate(rows) if row.is_sampled]
+        if sampled:
+            ends = np.cumsum([row.query_len for row in rows])
+            last = _to_device(ends[sampled] - 1, self._device)
+            logits = self._model.logits(hidden[last])
+            drawn = sample(logits, [rows[place] for place in sampled], self._config.eos_token_ids)
+            for place, result in zip(sampled, drawn, strict=True):
+                results[live[place]] = result
+        return StepResult(results)
+
+    def _forward(self, rows: Sequence[PlanRow], media: Sequence[_RowMedia | None]) -> torch.Tensor:
+        """Hidden states [T, hidden] of all rows' tokens."""
+        block_size = self.cache.block_size
+        has_media = any(row_media is not None for row_media in media)
+        longest = max(row.query_len for row in rows), max(row.seq_len for row in rows)
+        if self._graphs is not None and not has_media and self._graphs.takes(len(rows), *longest):
+            hidden = self._graphs.forward(*build_batch(rows, block_size=block_size, device="cpu"))
+            if hidden is not None:
+                return hidden
+        token_ids, batch = build_batch(rows, block_size=block_size, device=self._device)
         media_rows, media_features = self._join_media(rows, media)
-        hidden = self._model.forward(
+        return self._model.forward(
             token_ids,
             batch,
             self.cache,
@@ -72,14 +99,6 @@ class Runner:
             media_features=media_features,
             attend_impl=self._attend_impl,
         )
-        sampled = [place for place, row in enumerate(rows) if row.is_sampled]
-        if sampled:
-            last = batch.cu_query_lens[1:][_to_device(np.array(sampled), self._device)] - 1
-            logits = self._model.logits(hidden[last])
-            drawn = sample(logits, [rows[place] for place in sampled], self._config.eos_token_ids)
-            for place, result in zip(sampled, drawn, strict=True):
-                results[live[place]] = result
-        return StepResult(results)
 
     def _embed_media(self, patches: torch.Tensor, grid_thw: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         return self._model.embed_media(patches.to(self._device), grid_thw)
