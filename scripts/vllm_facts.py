@@ -45,12 +45,11 @@ WANTED: dict[str, tuple[str, ...]] = {
         "select_main_backend_and_impl_cls",
         "select_main_impl_cls",
     ),
-    f"{M3}/nvidia/model.py": ("MiniMaxM3Model", "MiniMaxM3SparseAttention"),
+    f"{M3}/nvidia/model.py": ("MiniMaxM3SparseAttention",),
     "vllm/config/__init__.py": (),
     "vllm/config/attention.py": ("AttentionConfig",),
     "vllm/config/cache.py": ("CacheConfig",),
     "vllm/config/model.py": ("ModelConfig",),
-    "vllm/config/scheduler.py": ("SchedulerConfig",),
     "vllm/config/vllm.py": ("VllmConfig", "get_current_vllm_config"),
     "vllm/forward_context.py": ("ForwardContext", "get_forward_context"),
     "vllm/logger.py": ("_VllmLogger", "init_logger"),
@@ -76,9 +75,7 @@ KEPT_SETTINGS = {
     "cache_dtype",
     "hf_text_config",
     "indexer_kv_dtype",
-    "max_num_batched_tokens",
     "model_config",
-    "scheduler_config",
 }
 """Of the classes in vllm/config: their many other fields say nothing here."""
 ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3MTP")
@@ -122,16 +119,11 @@ def imported(tree: ast.Module) -> list[str]:
     return sorted(names)
 
 
-def top_k_buffer(tree: ast.Module) -> list[str]:
-    """The leading sizes of MiniMaxM3Model's topk_indices_buffer, by the names it gives them."""
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) == "self.topk_indices_buffer"
-            and isinstance(node.value, ast.Call)
-        ):
-            return [ast.unparse(size) for size in node.value.args[:2]]
-    return []
+def ignores_selection(tree: ast.Module) -> bool:
+    """Whether the sparse layer calls its indexer once, as a statement: nothing is done with what it returns."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "self.indexer"]
+    statements = [n for n in ast.walk(tree) if isinstance(n, ast.Expr) and n.value in calls]
+    return len(calls) == len(statements) == 1
 
 
 def insert_scales(tree: ast.Module) -> dict[str, str]:
@@ -191,7 +183,7 @@ def facts(version: str, sources: Mapping[str, str]) -> dict[str, Any]:
     return {
         "version": version,
         "files": files,
-        "top_k_buffer": top_k_buffer(model),
+        "ignores_selection": ignores_selection(model),
         "insert_scales": insert_scales(model),
         "cache_shape": cache_shape(trees[f"{M3}/common/sparse_attention.py"]),
         "registry": registered(trees["vllm/model_executor/models/registry.py"]),

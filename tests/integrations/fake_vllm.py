@@ -23,7 +23,6 @@ SPARSE = {
     "sparse_init_block": 0,
     "sparse_score_type": "max",
 }
-MAX_TOKENS = 512
 
 
 def minor(version: str) -> int:
@@ -79,7 +78,6 @@ def config(*, kv_dtype: str = "auto", index_dtype: str = "bf16", **sparse: Any) 
     return SimpleNamespace(
         attention_config=SimpleNamespace(indexer_kv_dtype=index_dtype),
         cache_config=SimpleNamespace(cache_dtype=kv_dtype),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(sparse_attention_config={**SPARSE, **sparse})),
     )
 
@@ -121,13 +119,10 @@ def install(monkeypatch: Any, version: str, *, capability: tuple[int, int] | Non
             topk_indices_buffer: torch.Tensor | None = None,
         ) -> None:
             super().__init__()
-            self.num_kv_heads = num_kv_heads
             self.topk_blocks = topk_blocks
-            self.block_size = sparse_block_size
             self.local_blocks = local_blocks
             self.num_index_heads = num_index_heads
             self.index_head_dim = index_head_dim
-            self.topk_indices_buffer = topk_indices_buffer
             dtype = torch.bfloat16 if indexer_kv_dtype == "bf16" else torch.float8_e4m3fn
             self.index_cache = SimpleNamespace(prefix=f"{prefix}.index_cache", dtype=dtype, kv_cache=torch.empty(0))
 
@@ -147,7 +142,6 @@ def install(monkeypatch: Any, version: str, *, capability: tuple[int, int] | Non
             self.num_heads = num_heads
             self.head_size = head_size
             self.scale = scale
-            self.num_kv_heads = num_kv_heads
             self.kv_cache_fp8_dtype = torch.float8_e4m3fn
             self.block_size = sparse_block_size
 

@@ -257,27 +257,23 @@ class Layer:
     query: torch.Tensor
     index_query: torch.Tensor
 
-    def step(self, num_decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block_ids [Hkv, T, topk] as the layer keeps them, output [padded T, Hq · D])."""
-        names = [self.layer.layer_name, self.indexer.index_cache.prefix]
-        given = (self.query_lens, self.seq_lens, self.table)
-        self.fake.context.attn_metadata = {name: metadata(*given, num_decodes=num_decodes) for name in names}
+    def step(self, num_decodes: int, index_table: torch.Tensor | None = None) -> torch.Tensor:
+        """Output [padded T, Hq · D] of one call of the layer."""
+        given = (self.query_lens, self.seq_lens)
+        index_table = self.table if index_table is None else index_table
+        self.fake.context.attn_metadata = {
+            self.layer.layer_name: metadata(*given, self.table, num_decodes=num_decodes),
+            self.indexer.index_cache.prefix: metadata(*given, index_table, num_decodes=num_decodes),
+        }
         output = torch.full_like(self.query, 7.0)
-        decode, prefill = self.indexer(self.index_query)
-        num_tokens = sum(self.query_lens)
-        num_decode_tokens = sum(self.query_lens[:num_decodes])
-        assert (decode is None) == (num_decodes == 0)
-        assert (prefill is None) == (num_decode_tokens == num_tokens)
-        given = {"query_fp8": None} if minor(self.fake.version) >= 27 else {}
-        assert self.attend.forward(self.layer, self.query, self.kv_cache, output, **given) is output
-        buffer = self.indexer.topk_indices_buffer
-        block_ids = (buffer if minor(self.fake.version) == 24 else buffer.transpose(0, 1))[:, :num_tokens]
-        parts = [part for part in (decode, prefill) if part is not None]
-        assert torch.equal(torch.cat(parts, dim=1), block_ids)
-        return block_ids, output
+        assert self.indexer(self.index_query) == (None, None)
+        newer = {"query_fp8": None} if minor(self.fake.version) >= 27 else {}
+        assert self.attend.forward(self.layer, self.query, self.kv_cache, output, **newer) is output
+        assert self.indexer.index_query is None, "it would keep a step's memory"
+        return output
 
-    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block_ids, output [T, Hq, D]) by the reference operators, from the caches cut up by hand."""
+    def expected(self) -> torch.Tensor:
+        """Output [T, Hq, D] by the reference operators, from the caches cut up by hand."""
         num_tokens = sum(self.query_lens)
         heads = self.index_query.shape[1] // DIM
         if minor(self.fake.version) <= 25:
@@ -293,7 +289,7 @@ class Layer:
         longest = int(self.seq_lens.max())
         block_ids = ops.select_blocks(index_q, keys, *batch, topk=16, max_seq_len=longest, **lens, impl="reference")
         q = self.query[:num_tokens].view(num_tokens, -1, DIM).float()
-        return block_ids, ops.sparse_attend(q, k.float(), v.float(), block_ids, *batch, **lens, impl="reference")
+        return ops.sparse_attend(q, k.float(), v.float(), block_ids, *batch, **lens, impl="reference")
 
 
 def build(
@@ -308,7 +304,6 @@ def build(
     kv_dtype: str = "auto",
     index_dtype: str = "bf16",
     num_padding: int = 3,
-    has_buffer: bool = True,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Layer:
     """Pages lie shuffled; every slot that holds no token is NaN. Index values are small integers: scores are exact."""
@@ -343,10 +338,6 @@ def build(
         kv = kv.contiguous() if is_heads_first else kv
     kv = kv.to(dtype) if kv_dtype == "auto" else kv.to(E4M3).view(torch.uint8)
     cache_dtype = dtype if index_dtype == "bf16" else E4M3
-    buffer = None
-    if has_buffer:
-        shape = (kv_heads, fake_vllm.MAX_TOKENS) if minor(version) == 24 else (fake_vllm.MAX_TOKENS, kv_heads)
-        buffer = torch.full((*shape, 16), -7, dtype=torch.int32)
     indexer = index_class(
         num_kv_heads=kv_heads,
         scale=DIM**-0.5,
@@ -357,15 +348,12 @@ def build(
         prefix="layers.3.attn",
         local_blocks=1,
         indexer_kv_dtype=index_dtype,
-        topk_indices_buffer=buffer,
     )
     indexer.index_cache.kv_cache = index_k.to(cache_dtype)
     attend = attend_class(
         kv_heads * group, DIM, DIM**-0.5, kv_heads, kv_cache_dtype=kv_dtype, topk_blocks=16, sparse_block_size=128
     )
-    layer = SimpleNamespace(
-        layer_name="layers.3.attn", topk_indices_buffer=buffer, indexer=SimpleNamespace(impl=indexer)
-    )
+    layer = SimpleNamespace(layer_name="layers.3.attn", indexer=SimpleNamespace(impl=indexer))
     rows = sum(query_lens) + num_padding
     return Layer(
         fake,
@@ -382,10 +370,8 @@ def build(
     )
 
 
-def check(layer: Layer, num_decodes: int) -> None:
-    block_ids, output = layer.step(num_decodes)
-    expected_ids, expected = layer.expected()
-    assert torch.equal(block_ids.sort(-1).values, expected_ids.sort(-1).values)
+def check(layer: Layer, num_decodes: int, **given: Any) -> None:
+    output, expected = layer.step(num_decodes, **given), layer.expected()
     num_tokens = sum(layer.query_lens)
     # The reference took the 8-bit or 16-bit values as they are; what differs is where products are rounded.
     torch.testing.assert_close(output[:num_tokens].view_as(expected).float(), expected, rtol=2e-2, atol=2e-2)
@@ -428,9 +414,7 @@ def test_requests_that_pad_a_captured_batch(monkeypatch: pytest.MonkeyPatch, ver
     """They have query tokens and no context: nothing is selected, and what comes out is 0, not NaN."""
     layer = build(monkeypatch, version, [query_len] * 4, [300, 2200, 0, 0], num_padding=0)
     check(layer, num_decodes=4)
-    block_ids, output = layer.step(4)
-    assert (block_ids[:, 2 * query_len :] == -1).all()
-    assert (output[2 * query_len :] == 0).all()
+    assert (layer.step(4)[2 * query_len :] == 0).all()
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.33.0"])
@@ -439,10 +423,14 @@ def test_prefills_alone(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.33.0"])
-def test_prediction_layers_have_a_buffer_of_their_own(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    layer = build(monkeypatch, version, [1, 20], [64, 2000], has_buffer=False)
-    assert layer.layer.topk_indices_buffer is None
-    check(layer, num_decodes=1)
+def test_caches_with_pages_of_their_own(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """vLLM may give the index cache another group, and so another block table, than the main one."""
+    layer = build(monkeypatch, version, *MIXED)
+    order = torch.randperm(len(layer.index_cache), generator=torch.Generator().manual_seed(1))
+    moved = torch.empty_like(layer.index_cache)
+    moved[order] = layer.index_cache
+    layer.indexer.index_cache.kv_cache = moved
+    check(layer, num_decodes=2, index_table=order.int()[layer.table.long()])
 
 
 @pytest.mark.parametrize("context", [None, [{}]])
@@ -453,6 +441,7 @@ def test_without_metadata_nothing_is_touched(monkeypatch: pytest.MonkeyPatch, co
     output = torch.full_like(layer.query, 7.0)
     assert layer.indexer(layer.index_query) == (None, None)
     assert layer.attend.forward(layer.layer, layer.query, torch.empty(0), output) is output
+    assert layer.indexer.index_query is None
     assert (output == 7).all()
 
 
@@ -460,29 +449,26 @@ def test_without_metadata_nothing_is_touched(monkeypatch: pytest.MonkeyPatch, co
 @pytest.mark.parametrize("version", ["0.24.0", "0.26.0"])
 @pytest.mark.parametrize("is_heads_first", [False, True])
 def test_kernels_read_both_layouts(monkeypatch: pytest.MonkeyPatch, version: str, is_heads_first: bool) -> None:
-    """Triton's kernels, by strides alone: decodes by one pair, prefills by the other, into the strided buffer."""
+    """Triton's kernels, by strides alone: decodes by one pair, prefills by the other."""
     pytest.importorskip("triton")
-    args = (monkeypatch, version, [4, 4, 20], [300, 2200, 150])
-    layer = build(*args, kv_heads=2, group=8, dtype=torch.float16, is_heads_first=is_heads_first)
-    layer.indexer.index_cache.kv_cache = layer.index_cache.half()
+    shapes = {"kv_heads": 2, "group": 8, "dtype": torch.float16}
+    layer = build(monkeypatch, version, [4, 4, 20], [300, 2200, 150], **shapes, is_heads_first=is_heads_first)
     used = []
 
-    def by_kernel(op: Any, decode: str, prefill: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            used.append(decode if kwargs["max_query_len"] <= 8 else prefill)
-            return op(*args, **kwargs, impl=used[-1])
-
-        return call
+    def by_kernels(*args: Any, topk: int, local_blocks: int, max_seq_len: int, **options: Any) -> None:
+        q, k_cache, v_cache, index_q, index_k_cache, *where = args
+        names = ("triton_decode",) * 2 if options["max_query_len"] <= 8 else ("triton_prefill", "triton_kv_major")
+        used.extend(names)
+        lens = {"max_query_len": options["max_query_len"], "max_seq_len": max_seq_len}
+        ids = ops.select_blocks(
+            index_q, index_k_cache, *where, topk=topk, local_blocks=local_blocks, **lens, impl=names[0]
+        )
+        ops.sparse_attend(q, k_cache, v_cache, ids, *where, **options, impl=names[1])
 
     attention = sys.modules["msaserve.integrations.vllm.attention"]
-    kernels = SimpleNamespace(
-        select_blocks=by_kernel(ops.select_blocks, "triton_decode", "triton_prefill"),
-        sparse_attend=by_kernel(ops.sparse_attend, "triton_decode", "triton_kv_major"),
-    )
-    monkeypatch.setattr(attention, "ops", kernels)
-    # The prefill's metadata says how long the batch's longest query is; decodes say how long their own are.
+    monkeypatch.setattr(attention, "ops", SimpleNamespace(select_attend=by_kernels))
     check(layer, num_decodes=2)
-    assert used == ["triton_decode", "triton_prefill", "triton_decode", "triton_kv_major"]
+    assert used == ["triton_decode", "triton_decode", "triton_prefill", "triton_kv_major"]
 
 
 # ---- tensors

@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 
 import msaserve
 from msaserve import env
+from msaserve.integrations.vllm import releases
 from msaserve.integrations.vllm.decision import Setting
 
 __all__ = ["MiniMaxM3MTP", "MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"]
@@ -30,10 +31,14 @@ __all__ = ["MiniMaxM3MTP", "MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForCond
 logger = init_logger("vllm.msaserve")
 
 
+def _release() -> releases.Release:
+    found = releases.find(vllm.__version__)
+    assert found is not None, "the plugin registers nothing for releases it does not know"
+    return found
+
+
 def _why_stock() -> str | None:
     """Why the layer that is being built gets vLLM's own kernels; None if it gets ours. Says so once."""
-    from msaserve.integrations.vllm.attention import RELEASE
-
     config = get_current_vllm_config()
     attention = config.attention_config
     resolve = getattr(attention, "resolve_indexer_kv_dtype", None)
@@ -57,23 +62,19 @@ def _why_stock() -> str | None:
             setting.index_dtype,
         )
     else:
-        say = logger.info_once if RELEASE.is_stock_right else logger.warning_once
-        fault = "" if RELEASE.is_stock_right else ". Those of this release misread the selected blocks (vllm#48603)"
+        is_right = _release().is_stock_right
+        say = logger.info_once if is_right else logger.warning_once
+        fault = "" if is_right else ". Those of this release misread the selected blocks (vllm#48603)"
         say("msaserve: MiniMax-M3 runs on vLLM's own kernels: %s%s", reason, fault)
     return reason
 
 
-def _ours_first(choose: Callable[..., Any], name: str, *, with_backend: bool = False) -> Callable[..., Any]:
-    """`choose`, asked only when ours, `name` of the attention module, does not take the layer."""
+def _ours_first(choose: Callable[..., Any], ours: object) -> Callable[..., Any]:
+    """`choose`, asked only when ours do not take the layer; else it gives `ours`."""
 
     @functools.wraps(choose)
     def chosen(**kwargs: Any) -> Any:
-        if _why_stock() is not None:
-            return choose(**kwargs)
-        from msaserve.integrations.vllm import attention
-
-        impl = getattr(attention, name)
-        return (sparse_attention.MiniMaxM3SparseBackend, impl) if with_backend else impl
+        return ours if _why_stock() is None else choose(**kwargs)
 
     chosen.__msaserve__ = True  # type: ignore[attr-defined]
     return chosen
@@ -82,17 +83,18 @@ def _ours_first(choose: Callable[..., Any], name: str, *, with_backend: bool = F
 def _install() -> None:
     from vllm.models.minimax_m3.nvidia import model
 
-    from msaserve.integrations.vllm.attention import RELEASE
+    from msaserve.integrations.vllm.attention import MsaAttend, MsaIndexer
 
     if getattr(indexer.select_indexer_impl_cls, "__msaserve__", False):
         return
-    with_backend = "backend" in RELEASE.selector
-    chosen = _ours_first(getattr(model, RELEASE.selector), "MsaAttend", with_backend=with_backend)
-    # Both or neither: an indexer of ours before vLLM's attention would be right in some releases only.
-    indexer.select_indexer_impl_cls = _ours_first(indexer.select_indexer_impl_cls, "MsaIndexer")
+    release = _release()
+    attend = (sparse_attention.MiniMaxM3SparseBackend, MsaAttend) if release.names_backend else MsaAttend
+    choose_attend = _ours_first(getattr(model, release.selector), attend)
+    # Both or neither: each of ours needs the other.
+    indexer.select_indexer_impl_cls = _ours_first(indexer.select_indexer_impl_cls, MsaIndexer)
     # The model has bound the function under its own name; the other binding is what else would be asked.
-    setattr(model, RELEASE.selector, chosen)
-    setattr(sparse_attention, RELEASE.selector, chosen)
+    setattr(model, release.selector, choose_attend)
+    setattr(sparse_attention, release.selector, choose_attend)
 
 
 if current_platform.is_cuda():

@@ -7,26 +7,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Release:
-    """How one vLLM release lays out what its MiniMax-M3 layers share."""
+    """What the plugin must know of one vLLM release."""
 
-    token_major: bool
-    """Whether the shared top-k buffer is [T, Hkv, topk]; else it is [Hkv, T, topk]."""
-    selector: str
-    """The function that picks the attention implementation of a layer, as `nvidia.model` binds it."""
+    names_backend: bool
+    """Whether a layer asks for its attention's cache backend and implementation in one, or for the latter alone."""
     is_stock_right: bool = True
-    """Whether vLLM's own kernels for this card read that buffer as it is laid out (vllm#48603, #49147)."""
+    """Whether vLLM's own kernels for Hopper read the selected blocks right: 0.25 and 0.26 take their buffer of block
+    ids by the wrong axis (vllm#48603, #49147)."""
+
+    @property
+    def selector(self) -> str:
+        """The function that a layer asks, as `nvidia.model` binds it."""
+        return "select_main_backend_and_impl_cls" if self.names_backend else "select_main_impl_cls"
 
 
-_IMPL_ONLY = "select_main_impl_cls"
-_WITH_BACKEND = "select_main_backend_and_impl_cls"
-_BROKEN = Release(token_major=True, selector=_IMPL_ONLY, is_stock_right=False)
-_CURRENT = Release(token_major=True, selector=_WITH_BACKEND)
+_FAULTY = Release(names_backend=False, is_stock_right=False)
+_CURRENT = Release(names_backend=True)
 
 RELEASES: dict[str, Release] = {
-    "0.24.0": Release(token_major=False, selector=_IMPL_ONLY),
-    "0.25.0": _BROKEN,
-    "0.25.1": _BROKEN,
-    "0.26.0": _BROKEN,
+    "0.24.0": Release(names_backend=False),
+    "0.25.0": _FAULTY,
+    "0.25.1": _FAULTY,
+    "0.26.0": _FAULTY,
     "0.27.0": _CURRENT,
     "0.27.1": _CURRENT,
     "0.28.0": _CURRENT,

@@ -25,11 +25,6 @@ def stored(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cache.view(dtype) if cache.element_size() == 1 and cache.dtype != dtype else cache
 
 
-def heads_first(buffer: torch.Tensor, *, token_major: bool) -> torch.Tensor:
-    """The shared top-k buffer as block_ids [Hkv, T, topk]."""
-    return buffer.transpose(0, 1) if token_major else buffer
-
-
 class Part(NamedTuple):
     """The decodes or the prefills of a step: one batch of our operators."""
 
