@@ -155,12 +155,10 @@ def run(root: Path, case: str, who: str) -> float:
     attention = load_classes(root, "sparse_attention", names)
     from msaserve import ops
     from msaserve.integrations.vllm import attention as ours
-    from msaserve.integrations.vllm.releases import RELEASES
 
     is_ours = who == "ours"
     index_class = ours.MsaIndexer if is_ours else indexer.MiniMaxM3IndexerTritonImpl
     attend_class = ours.MsaAttend if is_ours else attention.MiniMaxM3SparseTritonImpl
-    release = RELEASES[version]
     torch.manual_seed(0)
     num_blocks = -(-max(lens) // 128)
     num_pages = len(lens) * num_blocks + 1
@@ -171,9 +169,10 @@ def run(root: Path, case: str, who: str) -> float:
 
     k, v = randn(num_pages, 128, kv_heads, DIM), randn(num_pages, 128, kv_heads, DIM)
     packed = torch.cat([k, v], dim=-1).transpose(1, 2)
-    is_old = tuple(map(int, version.split(".")[:2])) <= (0, 25)
-    kv_cache = torch.stack([k, v], dim=1) if is_old else packed
-    shape = (MAX_TOKENS, kv_heads) if release.token_major else (kv_heads, MAX_TOKENS)
+    minor = int(version.split(".")[1])
+    kv_cache = torch.stack([k, v], dim=1) if minor <= 25 else packed
+    # As vLLM's model allocates it.
+    shape = (kv_heads, MAX_TOKENS) if minor <= 24 else (MAX_TOKENS, kv_heads)
     buffer = torch.full((*shape, TOPK), -1, dtype=torch.int32, device=DEVICE)
     index = index_class(
         num_kv_heads=kv_heads,
