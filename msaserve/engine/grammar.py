@@ -7,6 +7,7 @@ allows depends on those tokens alone: not on the batch, on how the prompt was cu
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ THINK_OPENER = "<mm:think>"
 THINK_CLOSER = "</mm:think>"
 _JSON_OPTIONS: Any = {"whitespace_pattern": JSON_WHITESPACE}
 _MAX_MESSAGE_CHARS = 500
+_INTERSECTION = re.compile(r"^[A-Z_][A-Z_0-9]*: (.* & .*)$", re.MULTILINE)
+"""A terminal of a Lark grammar that is one."""
 
 Mask = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
@@ -160,7 +163,21 @@ class Grammars:
             raise InvalidRequestError("it is nested too deep") from None
         if matcher.is_error():
             raise InvalidRequestError(_short(matcher.get_error()))
+        if constraint.kind == "grammar":
+            self._refuse_empty_terminals(constraint.text)
         return matcher
+
+    def _refuse_empty_terminals(self, grammar: str) -> None:
+        """An intersection that no text is in would be found out when an output comes to it."""
+        vocabulary = self._load()
+        mask = np.zeros(-(-self._vocab_size // 32), np.int32)
+        for body in _INTERSECTION.findall(grammar):
+            alone = LLMatcher(vocabulary.tokenizer, f"start: T\nT: {body}", log_level=0)
+            if alone.is_error():
+                continue  # it names other terminals
+            alone.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if alone.is_error():
+                raise InvalidRequestError(f"no text is in all of {_short(body)}")
 
     def _load(self) -> _Vocabulary:
         with self._lock:

@@ -196,7 +196,7 @@ class ToolSchema:
             if isinstance(reference, str):
                 rest = {key: value for key, value in one.items() if key != "$ref"}
                 target = self._resolve(reference)
-                waiting.insert(0, {**target, **rest} if isinstance(target, Mapping) else rest)
+                waiting.insert(0, _merged([target, rest]) if isinstance(target, Mapping) else rest)
                 continue
             every = one.get("allOf")
             if isinstance(every, list):
@@ -206,7 +206,7 @@ class ToolSchema:
             branches = next((one[k] for k in ("anyOf", "oneOf") if isinstance(one.get(k), list)), None)
             if branches:
                 shared = {key: value for key, value in one.items() if key not in ("anyOf", "oneOf", "nullable")}
-                waiting[:0] = [{**shared, **b} if isinstance(b, Mapping) else b for b in branches]
+                waiting[:0] = [_merged([shared, b]) if isinstance(b, Mapping) else b for b in branches]
             else:
                 found.append(one)
             if one.get("nullable") is True:
@@ -335,13 +335,35 @@ def _item(schema: Schema, number: int) -> Any:
 
 
 def _merged(schemas: Sequence[Schema]) -> Schema:
-    """allOf: later keywords win, properties are put together."""
+    """allOf: of members and items both hold, of other keywords the later."""
     merged: dict[str, Any] = {}
-    properties: dict[str, Any] = {}
     for schema in schemas:
-        merged.update(schema)
-        if isinstance(schema.get("properties"), Mapping):
-            properties.update(schema["properties"])
-    if properties:
-        merged["properties"] = properties
+        both: dict[str, Any] = {}
+        if "prefixItems" in merged or "prefixItems" in schema:
+            merged, schema = padded(merged, schema), padded(schema, merged)
+            both["prefixItems"] = [
+                _all(*pair) for pair in zip(merged["prefixItems"], schema["prefixItems"], strict=True)
+            ]
+        for key in ("items", "additionalProperties"):
+            if key in merged and key in schema:
+                both[key] = _all(merged[key], schema[key])
+        left, right = merged.get("properties"), schema.get("properties")
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            both["properties"] = {**left, **right, **{key: _all(left[key], right[key]) for key in left if key in right}}
+        merged = {**merged, **schema, **both}
     return merged
+
+
+def padded(schema: Schema, other: Schema) -> dict[str, Any]:
+    """A schema with as many prefixItems as another, of which those that it lacks are its items."""
+    first, length = schema.get("prefixItems"), other.get("prefixItems")
+    first = first if isinstance(first, list) else []
+    missing = len(length) - len(first) if isinstance(length, list) else 0
+    rest = schema.get("items", True)
+    return {**schema, "prefixItems": [*first, *[rest] * missing], "items": rest}
+
+
+def _all(one: Any, other: Any) -> Any:
+    if one is True or one == other:
+        return other
+    return one if other is True else {"allOf": [one, other]}
