@@ -27,11 +27,11 @@ class TooLargeError(InvalidRequestError):
 
 
 class OverloadedError(MsaserveError):
-    """The engine accepts no request now: it drains or its queue is full. HTTP 503."""
+    """The engine accepts no request now: it drains or cannot be reached. HTTP 503."""
 
 
 class BusyError(OverloadedError):
-    """No room for this request now, and there was none while it waited. HTTP 429."""
+    """No room for this request now: a full queue, or no place while it waited. HTTP 429."""
 
 
 class EngineError(MsaserveError):

@@ -11,7 +11,7 @@ from msaserve.cache.blocks import BlockPool
 from msaserve.cache.prefix import BlockHashes, PrefixIndex
 from msaserve.engine.plan import PlanRow, StepPlan, StepResult
 from msaserve.engine.request import Request, RequestStatus
-from msaserve.errors import InvalidRequestError, OverloadedError
+from msaserve.errors import BusyError, InvalidRequestError
 from msaserve.kv_events import KvEventLog
 from msaserve.types import EngineLoad, FinishReason, Logprobs
 
@@ -108,12 +108,12 @@ class Scheduler:
 
         Raises:
             InvalidRequestError: it can never be served as it is.
-            OverloadedError: the queue is full.
+            BusyError: the queue is full.
         """
         max_output_tokens = self._validate(request)
         config = self.config
         if config.max_queue is not None and len(self._waiting) >= config.max_queue:
-            raise OverloadedError(f"the queue is full: {len(self._waiting)} requests wait")
+            raise BusyError(f"the queue is full: {len(self._waiting)} requests wait")
         sampling = request.sampling
         request.token_ids.extend(request.prompt_token_ids)
         request.max_output_tokens = max_output_tokens

@@ -362,8 +362,6 @@ class Gateway:
         generates: list[GenerateRequest],
         arrival: float,
     ) -> ASGIApp:
-        if self.is_draining:
-            raise OverloadedError("the server is shutting down and takes no new request")
         generation = Generation(
             self._client,
             self._tokenizer,
@@ -384,6 +382,8 @@ class Gateway:
         return Response(whole, media_type="application/json")
 
     async def _body(self, request: Request) -> bytes:
+        if self.is_draining:
+            raise OverloadedError("the server is shutting down and takes no new request")
         return await read_body(request, self._settings.max_body_bytes)
 
     async def _encode_chat(

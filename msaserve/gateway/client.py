@@ -50,7 +50,7 @@ class EngineClient(Protocol):
 
         Raises:
             InvalidRequestError: it can never be served (too long, token ids out of range, …); before any event.
-            OverloadedError: the engine drains or its queue is full; before any event.
+            OverloadedError: the engine drains or its queue is full (BusyError); before any event.
         """
         ...
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msaserve import env
 from msaserve.config import GenerationDefaults
 from msaserve.errors import MsaserveError, OverloadedError
 from msaserve.gateway.app import GatewaySettings, create_app
@@ -60,13 +61,15 @@ async def serve(options: Gateway, listener: socket.socket) -> None:
 
 
 async def check(options: Gateway) -> int:
-    """Print what each worker is; 1 if one cannot be used."""
+    """Print what each worker is and how they would be served; 1 if one cannot be used."""
     num_failed = 0
+    served: str | None = None
     for address in options.worker:
         client = GrpcClient(address, uses_shm=options.use_shm)
         try:
             worker, load = await client.worker(), await client.load()
             files = await client.files()
+            served = served or await _served(options, client)
         except MsaserveError as error:
             num_failed += 1
             print(f"{address}\n  cannot be used: {error}")
@@ -76,6 +79,7 @@ async def check(options: Gateway) -> int:
             print(
                 f"{address}\n"
                 f"  model           {options.http.served_model_name or worker.served_model_name} ({info.model_type})\n"
+                f"  protocol        {worker.protocol}\n"
                 f"  ready           {'yes' if await client.is_ready() else 'no'}\n"
                 f"  context         {info.max_model_len:,} tokens\n"
                 f"  cache           {load.num_pages:,} pages of {worker.block_size} tokens\n"
@@ -87,9 +91,31 @@ async def check(options: Gateway) -> int:
         finally:
             with suppress(MsaserveError):
                 await client.close()
-    if len(options.worker) > 1:
-        print(f"routing by {options.policy} over {len(options.worker)} workers")
+    print(f"http://{options.http.host}:{options.http.port}\n{served or '  nothing: no worker can be used'}")
     return 1 if num_failed else 0
+
+
+async def _served(options: Gateway, client: GrpcClient) -> str:
+    """What the gateway would serve of a worker's model."""
+    worker = await client.worker()
+    with tempfile.TemporaryDirectory(prefix="msaserve-") as name:
+        await client.save_files(Path(name))
+        tokenizer, template = Tokenizer.load(Path(name)), ChatTemplate.load(Path(name))
+        media = options.media.pipeline(Path(name)) if worker.info.supports_vision else None
+    count = len(options.worker)
+    pictures = "no"
+    if media is not None:
+        pictures = f"{type(media.spec).__name__}, from {', '.join(options.media.media_hosts) or 'any public host'}"
+        await media.close()
+    spans = options.http.otlp_traces_endpoint or ("as the environment says" if env.has_otlp_endpoint() else "no")
+    return (
+        f"  key             {'asked for' if options.http.key else 'none: whoever reaches it may use it'}\n"
+        f"  routing         {f'{options.policy} over {count} workers' if count > 1 else 'one worker'}\n"
+        f"  chat            {'yes' if template else 'no template: only /v1/completions'}\n"
+        f"  tokenizer       {tokenizer.vocab_size:,} tokens\n"
+        f"  pictures        {pictures}\n"
+        f"  spans           {spans}"
+    )
 
 
 async def _first(clients: list[GrpcClient], wait_seconds: float) -> GrpcClient:

@@ -65,7 +65,7 @@ def write(data: Any) -> Any:
         OSError: no room for it, or no shared memory; nothing is left behind.
     """
     view = memoryview(data).cast("B")
-    name = f"{_NAME_PREFIX}{uuid.uuid4().hex}"
+    name = f"{_own_prefix(os.getpid())}{uuid.uuid4().hex}"
     descriptor = os.open(DIRECTORY / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         rest = view
@@ -77,6 +77,17 @@ def write(data: Any) -> Any:
     finally:
         os.close(descriptor)
     return common_pb2.ShmHandle(name=name, nbytes=len(view), owner_id=f"msaserve-{os.getpid()}")
+
+
+def remove_all(pid: int) -> None:
+    """Remove whatever a process of this machine that is gone wrote and nobody took."""
+    for path in DIRECTORY.glob(f"{_own_prefix(pid)}*"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def _own_prefix(pid: int) -> str:
+    return f"{_NAME_PREFIX}{pid}-"
 
 
 def _open(name: str) -> tuple[int, int]:

@@ -81,9 +81,14 @@ def _serve(task: Task, answers: TextIO) -> None:
     """Raises what loading raises, and EngineError when the engine stops by itself."""
     on_end: list[Callable[[], object]] = []
 
+    parent = os.getppid()
+
     def watch() -> None:
         while os.read(0, 1024):  # not sys.stdin, whose lock an exit would find taken
             pass
+        from msaserve.rpc import shm
+
+        shm.remove_all(parent)
         for end in on_end:
             end()
             time.sleep(_END_SECONDS)

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -300,6 +300,21 @@ def test_a_stream_that_fails_before_its_first_text(http: httpx.Client, engine: F
     assert "the fake engine fails" in last
     engine.fail_after = 0
     assert http.post(path, json={**asked, "max_tokens": 8, "stream": True}).status_code == 500
+
+
+async def test_a_request_that_came_before_the_end_is_served(tokenizer: Tokenizer) -> None:
+    """The server begins to drain while the body of one request is still on its way."""
+    app = create_app(FakeClient(), tokenizer, None, GatewaySettings("tiny"))
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"prompt": '
+        app.state.gateway.is_draining = True
+        yield b'"a"}'
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
+        assert (await http.post(TEXT, content=body())).status_code == 200
+        assert (await http.post(TEXT, json={"prompt": "a"})).status_code == 503
+        assert (await http.get("/ready")).status_code == 503
 
 
 async def test_health_when_the_engine_is_gone_for_good(tokenizer: Tokenizer) -> None:

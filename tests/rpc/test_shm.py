@@ -61,6 +61,16 @@ def test_beyond_the_end(directory: Path, offset: int, num_bytes: int) -> None:
         shm.read("a", offset, num_bytes)
 
 
+def test_what_a_dead_process_left(directory: Path) -> None:
+    mine = shm.write(b"abc").name
+    others = [directory / name for name in (f"msaserve-{os.getpid()}1-x", "msaserve-x", "other")]
+    for path in others:
+        path.touch()
+    shm.remove_all(os.getpid())
+    assert not (directory / mine).exists()
+    assert all(path.exists() for path in others)
+
+
 def test_what_is_written_is_private_and_new(directory: Path) -> None:
     handle = shm.write(memoryview(b"abc"))
     path = directory / handle.name

@@ -111,6 +111,13 @@ async def test_two_workers_and_one_dies(http: httpx.AsyncClient) -> None:
         assert result.returncode == 1  # one of the two cannot be reached
         for words in (*addresses, "tiny (minimax_m3_vl)", "4,096 tokens", "pages of 16", "cannot be used", "prefix"):
             assert words in result.stdout
+        for words in (
+            "http://127.0.0.1:8000",
+            "MiniMaxM3Spec, from any public host",
+            "none: whoever reaches it",
+            "vllm",
+        ):
+            assert words in result.stdout
         assert front.end(signal.SIGTERM) == 0
         assert workers[1].end(signal.SIGTERM) == 0
 
