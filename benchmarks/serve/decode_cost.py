@@ -5,6 +5,9 @@ random numbers instead of a prompt's K, V and index-K, whose values change nothi
 table of medians in milliseconds. The parts are timed inside the same steps, summed over the layers.
 
     python benchmarks/serve/decode_cost.py --threads 1
+    python benchmarks/serve/decode_cost.py --device cuda --graphs --batch 8
+
+With --graphs the columns are the step launched kernel by kernel and as one CUDA graph instead.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -23,11 +27,12 @@ from unittest.mock import patch
 import torch
 import tyro
 
-from msaserve import ops
 from msaserve.cache.kv import KVCache
+from msaserve.engine.graphs import DecodeGraphs
 from msaserve.engine.plan import PlanRow, StepPlan
 from msaserve.engine.runner import Runner
 from msaserve.models.loader import load_model, resolve_device, resolve_dtype
+from msaserve.ops.select_attend import two_steps
 from msaserve.types import SamplingParams
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
@@ -43,6 +48,9 @@ class Options:
     """Steps at each length, after a tenth as many that are not counted."""
     threads: int = 1
     device: str = "cpu"
+    batch: int = 1
+    """Requests, each of that length."""
+    graphs: bool = False
 
 
 @dataclass
@@ -71,32 +79,37 @@ class Stopwatch:
         return time.perf_counter()
 
 
-def measure(runner: Runner, context: int, pages: array[int], options: Options) -> dict[str, float]:
-    """Median milliseconds of a step and of its parts."""
-    watch = Stopwatch(resolve_device(options.device))
-    plan = StepPlan(
+def make_plan(context: int, pages: array[int], batch: int) -> StepPlan:
+    """One token for each request. Their pages are a request's share of all."""
+    num_pages = len(pages) // batch
+    return StepPlan(
         [
             PlanRow(
-                request_id="decode",
+                request_id=str(i),
                 token_ids=[5],
                 prefix_len=context - 1,
-                pages=pages,
+                pages=pages[i * num_pages : (i + 1) * num_pages],
                 sampling=SamplingParams(temperature=0.0),
                 seed=0,
                 is_sampled=True,
             )
+            for i in range(batch)
         ]
     )
+
+
+def measure(runner: Runner, context: int, pages: array[int], options: Options, *, with_parts: bool) -> dict[str, float]:
+    """Median milliseconds of a step and of its parts."""
+    watch = Stopwatch(resolve_device(options.device))
+    plan = make_plan(context, pages, options.batch)
     steps: list[dict[str, float]] = []
-    with (
-        patch.object(ops, "select_blocks", watch.timed("select_blocks", ops.select_blocks)),
-        patch.object(ops, "sparse_attend", watch.timed("sparse_attend", ops.sparse_attend)),
-    ):
+    timed = {name: watch.timed(name, getattr(two_steps, name)) for name in PARTS if with_parts}
+    with patch.multiple(two_steps, **timed) if timed else nullcontext():
         for _ in range(options.repeats + options.repeats // 10 + 1):
             start = watch.now()
-            (result,) = runner.run(plan).rows
+            results = runner.run(plan).rows
             step = watch.now() - start
-            assert result.error is None, result.error
+            assert all(result.error is None for result in results), results
             parts = watch.take()
             steps.append({"step": step, **parts, "rest": step - sum(parts.values())})
     counted = steps[-options.repeats :]
@@ -108,7 +121,7 @@ def random_cache(options: Options, model: Any) -> KVCache:
     cache = KVCache(
         num_layers=text.num_layers,
         sparse_layer_ids=text.sparse_layer_ids,
-        num_pages=-(-max(options.contexts) // text.block_size) + 1,
+        num_pages=options.batch * -(-max(options.contexts) // text.block_size) + 1,
         block_size=text.block_size,
         num_kv_heads=text.num_kv_heads,
         head_dim=text.head_dim,
@@ -144,10 +157,18 @@ def main(options: Options) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_name()}, {options.threads} thread(s)"
     print(f"{options.checkpoint.name}, {str(dtype).removeprefix('torch.')}, {name}, PyTorch {torch.__version__}, ")
     print(f"Python {platform.python_version()}, {date.today()}; medians of {options.repeats} steps, in ms\n")
+    if options.graphs:
+        limits = {"max_num_seqs": options.batch, "max_model_len": max(options.contexts)}
+        with_graphs = Runner(model, cache, graphs=DecodeGraphs(model, cache, **limits))
+        print(f"{options.batch} requests\n\n| context | kernel by kernel | as a graph |\n|--:|--:|--:|")
+        for context in options.contexts:
+            costs = (measure(one, context, pages, options, with_parts=False) for one in (runner, with_graphs))
+            print(f"| {context:,} | {' | '.join(format(cost['step'], '.3f') for cost in costs)} |", flush=True)
+        return
     print(f"| context | step | {' | '.join(PARTS.values())} | everything else |")
     print("|--:|" + "--:|" * (len(PARTS) + 2))
     for context in options.contexts:
-        cost = measure(runner, context, pages, options)
+        cost = measure(runner, context, pages, options, with_parts=True)
         columns = [cost["step"], *(cost[part] for part in PARTS), cost["rest"]]
         print(f"| {context:,} | {' | '.join(f'{value:.2f}' for value in columns)} |", flush=True)
 
