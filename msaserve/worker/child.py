@@ -40,6 +40,8 @@ class Task(msgspec.Struct):
     engine: dict[str, Any]
     """Fields of EngineConfig."""
     name: str
+    parent: int
+    """The other process."""
     otlp_traces_endpoint: str | None = None
 
 
@@ -81,23 +83,21 @@ def _serve(task: Task, answers: TextIO) -> None:
     """Raises what loading raises, and EngineError when the engine stops by itself."""
     on_end: list[Callable[[], object]] = []
 
-    parent = os.getppid()
-
     def watch() -> None:
         while os.read(0, 1024):  # not sys.stdin, whose lock an exit would find taken
             pass
-        from msaserve.rpc import shm
-
-        shm.remove_all(parent)
-        for end in on_end:
-            end()
-            time.sleep(_END_SECONDS)
-        os._exit(1)
+        try:
+            for end in on_end:
+                end()
+                time.sleep(_END_SECONDS)
+        finally:
+            os._exit(1)
 
     threading.Thread(target=watch, name="msaserve-lifeline", daemon=True).start()
 
     from msaserve.engine.async_engine import AsyncEngine
     from msaserve.engine.engine import Engine
+    from msaserve.rpc import shm
     from msaserve.worker.served import ServedModel
     from msaserve.worker.server import run
 
@@ -108,7 +108,12 @@ def _serve(task: Task, answers: TextIO) -> None:
 
     async def run_all() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        on_end.append(lambda: loop.call_soon_threadsafe(stop.set))
+
+        def end() -> None:
+            shm.remove_all(task.parent)
+            loop.call_soon_threadsafe(stop.set)
+
+        on_end.append(end)
 
         def on_ready(_: int) -> None:
             _say(answers, Answer(address=f"unix://{directory}/worker.sock"))

@@ -40,7 +40,7 @@ class WorkerProcess:
             start_new_session=True,  # Ctrl-C is for this process: it lets requests end first
         )
         self._address = ""
-        task = Task(str(checkpoint), asdict(engine), name, otlp_traces_endpoint)
+        task = Task(str(checkpoint), asdict(engine), name, os.getpid(), otlp_traces_endpoint)
         assert self._popen.stdin is not None
         with suppress(BrokenPipeError):  # it has died; `wait_ready` says so
             self._popen.stdin.write(msgspec.json.encode(task) + b"\n")
