@@ -30,7 +30,7 @@ from msaserve.ops.select_blocks.triton_prefill import num_workers, split_of
 from msaserve.ops.triton_ragged import next_power_of_2
 
 ROWS = 256
-"""Of a tile: two warpgroups of two pieces of 64."""
+"""Of a tile: two warpgroups of two pieces of 64 rows."""
 
 
 @gluon.jit
@@ -104,34 +104,38 @@ def _multiply(
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 256 // element.primitive_bitwidth]
     )
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, mma)) + WG * 128
+    PIECES: gl.constexpr = ROWS // 128
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, mma)) + WG * 64 * PIECES
     key = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma))
-    a_visible = position + row // HP
-    b_visible = position + (row + 64) // HP
-    out += row
-    group_out += row
-    a_group = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, mma))
-    b_group = a_group
-    a_q = _queries(q_smem, 2 * WG, mma, IN_REGS)
-    b_q = _queries(q_smem, 2 * WG + 1, mma, IN_REGS)
-    a_rest = a_q
-    b_rest = b_q
-    if TERMS == 2:
-        a_rest = _queries(q_smem, 4 + 2 * WG, mma, IN_REGS)
-        b_rest = _queries(q_smem, 5 + 2 * WG, mma, IN_REGS)
-    a = gl.zeros([64, BLOCK], gl.float32, layout=mma)
-    b = gl.zeros([64, BLOCK], gl.float32, layout=mma)
+    q = ()
+    rest = ()
+    acc = ()
+    group_best = ()
+    for i in gl.static_range(PIECES):
+        q = q + (_queries(q_smem, PIECES * WG + i, mma, IN_REGS),)
+        if TERMS == 2:
+            rest = rest + (_queries(q_smem, PIECES * (2 + WG) + i, mma, IN_REGS),)
+        else:
+            rest = rest + (q[i],)
+        acc = acc + (gl.zeros([64, BLOCK], gl.float32, layout=mma),)
+        group_best = group_best + (gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, mma)),)
     for n in range(lo, hi):
         stage = (n - lo) % STAGES
         mbarrier.wait(full.index(stage), (n - lo) // STAGES & 1)
         k = k_smem.index(stage).reshape([BLOCK, DI]).permute((1, 0))
-        a = _product(a_q, a_rest, k, a, TERMS)
-        b = _product(b_q, b_rest, k, b, TERMS)
-        a = warpgroup_mma_wait(TERMS, deps=(a,))
-        a_group = _store_best(a, out, group_out, a_group, n, whole, a_visible, key, ROWS, BLOCK, GROUP)
-        b = warpgroup_mma_wait(0, deps=(b,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        b_group = _store_best(b, out + 64, group_out + 64, b_group, n, whole, b_visible, key, ROWS, BLOCK, GROUP)
+        issued = ()
+        for i in gl.static_range(PIECES):
+            issued = issued + (_product(q[i], rest[i], k, acc[i], TERMS),)
+        acc = ()
+        best_now = ()
+        for i in gl.static_range(PIECES):
+            acc = acc + (warpgroup_mma_wait((PIECES - 1 - i) * TERMS, deps=(issued[i],)),)
+            if i == PIECES - 1:
+                mbarrier.arrive(empty.index(stage), count=1)
+            at = row + 64 * i
+            visible = position + at // HP
+            best_now = best_now + (_store_best(acc[i], out + at, group_out + at, group_best[i], n, whole, visible, key, ROWS, BLOCK, GROUP),)  # fmt: skip
+        group_best = best_now
 
 
 @gluon.jit
