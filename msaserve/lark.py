@@ -37,6 +37,12 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def regex_terminal(expression: str) -> str:
+    """An expression of whole texts, in Rust's syntax, as a terminal."""
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", expression or "(?:)", flags=re.DOTALL)
+    return "/" + escaped.replace("\n", r"\n").replace("\r", r"\r") + "/"
+
+
 def json_value(schema: Any) -> str:
     """JSON of a schema. `x-guidance` in it may say otherwise of whitespace."""
     if isinstance(schema, dict):

@@ -19,8 +19,9 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
+from msaserve.engine import structural_tag
 from msaserve.errors import CheckpointError, InvalidRequestError
-from msaserve.lark import JSON_WHITESPACE, Literals, json_value, quoted
+from msaserve.lark import JSON_WHITESPACE, Literals, quoted
 from msaserve.tokenizer import Tokenizer
 from msaserve.types import Constraint
 
@@ -225,40 +226,13 @@ def _grammar(constraint: Constraint, vocabulary: _Vocabulary) -> str:
     if kind == "choice":
         return "start: " + " | ".join(map(quoted, constraint.choices))
     if kind == "structural_tag":
-        return _structural_tag(_json(text), vocabulary)
+        return structural_tag.to_lark(_json(text), vocabulary.literal)
     assert kind == "grammar"
     try:
         # Without empty lines: the converter's search for Lark is quadratic in them.
         return any_to_lark("\n".join(line for line in text.split("\n") if line.strip()))
     except Exception as error:  # the converter of EBNF raises its own, and others
         raise InvalidRequestError(_short(str(error))) from None
-
-
-def _structural_tag(value: Any, vocabulary: _Vocabulary) -> str:
-    """Free text in which each trigger begins one of its tags: begin, JSON of a schema, end."""
-    if not isinstance(value, dict) or not isinstance(value.get("structures"), list):
-        raise InvalidRequestError('it must be {"triggers": [text], "structures": [{"begin", "schema", "end"}]}')
-    triggers = value.get("triggers")
-    if not isinstance(triggers, list) or not all(isinstance(t, str) and t for t in triggers) or not triggers:
-        raise InvalidRequestError("triggers must be a list of texts")
-    if not value["structures"]:
-        raise InvalidRequestError("structures must not be empty")
-    rules = [r"TEXT: /(.|\n)*/"]
-    for i, structure in enumerate(value["structures"]):
-        begin, end = (structure.get(key) if isinstance(structure, dict) else None for key in ("begin", "end"))
-        if not isinstance(begin, str) or not isinstance(end, str):
-            raise InvalidRequestError(f"structures[{i}] must have a begin and an end")
-        trigger = max((t for t in triggers if begin.startswith(t)), key=len, default=None)
-        if trigger is None:
-            raise InvalidRequestError(f"structures[{i}].begin starts with none of the triggers")
-        body = f"{_json_value(structure.get('schema', True))} {vocabulary.literal(end)}"
-        if vocabulary.literal(trigger).startswith("<["):
-            rules.append(f"tag_{i}: TEXT {vocabulary.literal(begin)} {body}")
-        else:
-            rules.append(f"trigger_{i}[lazy]: TEXT {quoted(trigger)}")
-            rules.append(f"tag_{i}: trigger_{i} {vocabulary.literal(begin[len(trigger) :])} {body}")
-    tags = " | ".join(f"tag_{i}" for i in range(len(value["structures"])))
-    return "\n".join([f"start: ({tags})* rest", "rest: TEXT", *rules])
 
 
 def _json(text: str) -> Any:
@@ -272,12 +246,6 @@ def _schema_text(schema: Any) -> str:
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequestError("a JSON schema is an object")
     return json.dumps(schema)
-
-
-def _json_value(schema: Any) -> str:
-    if not isinstance(schema, (dict, bool)):
-        raise InvalidRequestError("a JSON schema is an object")
-    return json_value(schema)
 
 
 def _short(message: str) -> str:

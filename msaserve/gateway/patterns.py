@@ -24,12 +24,6 @@ class PatternError(ValueError):
     """An expression that cannot be enforced, and why."""
 
 
-def terminal(expression: str) -> str:
-    """An expression of whole texts as a terminal."""
-    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", expression or "(?:)", flags=re.DOTALL)
-    return "/" + escaped.replace("\n", r"\n").replace("\r", r"\r") + "/"
-
-
 def whole(pattern: str) -> str:
     """The expression of the texts in which an ECMA pattern is found.
 

@@ -9,7 +9,7 @@ from typing import Any
 from msaserve.errors import InvalidRequestError
 from msaserve.gateway.parsers.schema import Element, ToolSchema
 from msaserve.gateway.parsers.tags import NS
-from msaserve.gateway.patterns import FORMATS, PatternError, terminal, whole
+from msaserve.gateway.patterns import FORMATS, PatternError, whole
 from msaserve.gateway.tool_schema import (
     BOUNDS,
     ITEMS,
@@ -25,7 +25,7 @@ from msaserve.gateway.tool_schema import (
     type_of,
 )
 from msaserve.gateway.tools import ToolUse
-from msaserve.lark import Literals, json_value, quoted
+from msaserve.lark import Literals, json_value, quoted, regex_terminal
 from msaserve.tokenizer import Tokenizer
 
 # The marker as plain text would be read as one.
@@ -247,10 +247,10 @@ class _Arguments:
         forms = []
         for pattern in one.get("pattern", ()):
             try:
-                forms.append(terminal(whole(pattern)))
+                forms.append(regex_terminal(whole(pattern)))
             except PatternError as error:
                 raise SchemaError(f"{where}: pattern {pattern!r:.80} cannot be enforced: {error}") from None
-        forms += [terminal(FORMATS[name]) for name in one.get("format", ()) if name in FORMATS]
+        forms += [regex_terminal(FORMATS[name]) for name in one.get("format", ()) if name in FORMATS]
         least, most = one.get("minLength", 0), one.get("maxLength")
         if least or most is not None:
             if max(least, most or 0) > _MAX_LENGTH:
