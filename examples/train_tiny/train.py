@@ -6,6 +6,8 @@ import argparse
 import json
 import math
 import shutil
+import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -168,8 +170,10 @@ def train(arguments: argparse.Namespace) -> float:
         prefetch_factor=2 if arguments.workers else None,
         pin_memory=device.type == "cuda",
     )
-    # The processes begin while the device is made ready.
+    # The processes begin while the device is made ready; what ends this one must not be caught by them.
     coming = iter(loader)
+    stopped = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     model.to(device)
     optimizer = make_optimizer(model, recipe)
     if saved is not None:
@@ -181,11 +185,11 @@ def train(arguments: argparse.Namespace) -> float:
     waited_s = 0.0
     while True:
         progress_now = clock.progress(step)
-        if progress_now >= 1.0 or time.monotonic() - started > 60 * arguments.max_minutes:
+        if progress_now >= 1.0 or time.monotonic() - started > 60 * arguments.max_minutes or stopped.is_set():
             break
-        before = time.monotonic()
+        asked_at = time.monotonic()
         batches = next(coming)
-        waited_s += time.monotonic() - before
+        waited_s += time.monotonic() - asked_at
         rate = learning_rate(recipe, step - first_step, progress_now)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -211,6 +215,7 @@ def train(arguments: argparse.Namespace) -> float:
             save(model, optimizer, out, state_path, step=step, spent_s=clock.spent_s)
             save_at = time.monotonic() + 60 * arguments.save_minutes
     save(model, optimizer, out, state_path, step=step, spent_s=clock.spent_s)
+    signal.signal(signal.SIGTERM, before)
     is_done = clock.progress(step) >= 1.0
     print(f"{'done' if is_done else 'to be resumed'}: step {step}, {clock.spent_s / 60:.1f} minutes", flush=True)
     return reply_loss
