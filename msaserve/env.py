@@ -23,9 +23,12 @@ def api_key() -> str | None:
 
 def vllm_plugin() -> Literal["off", "auto", "on"]:
     """MSASERVE_VLLM (default auto): 0 leaves vLLM as it is; 1 takes our kernels on other cards than Hopper's too."""
-    if os.environ.get("MSASERVE_VLLM", "").strip().lower() in {"0", "false", "no", "off"}:
-        return "off"
-    return "on" if _is_true("MSASERVE_VLLM") else "auto"
+    return _mode("MSASERVE_VLLM")
+
+
+def sglang_plugin() -> Literal["off", "auto", "on"]:
+    """MSASERVE_SGLANG (default auto): as MSASERVE_VLLM, for SGLang."""
+    return _mode("MSASERVE_SGLANG")
 
 
 def has_otlp_endpoint() -> bool:
@@ -34,6 +37,12 @@ def has_otlp_endpoint() -> bool:
     OpenTelemetry's packages read these and its other variables themselves.
     """
     return any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"))
+
+
+def _mode(name: str) -> Literal["off", "auto", "on"]:
+    if os.environ.get(name, "").strip().lower() in {"0", "false", "no", "off"}:
+        return "off"
+    return "on" if _is_true(name) else "auto"
 
 
 def _is_true(name: str) -> bool:

@@ -1,0 +1,139 @@
+"""SGLang's calls as ours. Its arguments are read by name, so that a release may add some and move them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from msaserve import env, ops
+
+logger = logging.getLogger("msaserve.sglang")
+
+PAGE = 128
+"""Tokens of a page and of a sparse block."""
+
+OFF = ("sink", "idx_sink", "cached_topk_idx", "return_topk_idx", "topk_out", "loc_mapping", "hisparse_swap_in_fn")
+"""Arguments that ours do not know, with what they are when SGLang does without: None or False."""
+ELSEWHERE = ("dense_main_attn_fn", "indexer_cp", "use_msa")
+"""Arguments that hand parts of the call to other kernels."""
+SCALES = ("q_scale", "k_scale", "v_scale", "idx_q_scale", "idx_k_scale", "idx_v_scale")
+
+
+class Batch(NamedTuple):
+    """How a batch lies in SGLang's slots."""
+
+    seq_lens: torch.Tensor
+    cu_query_lens: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+def around(
+    stock: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch_of: Callable[[Mapping[str, Any]], Batch],
+) -> Any:
+    """(None, output [T, Hq, D]) by our operators where they serve the call, else what `stock` returns."""
+    bound = _signature(stock).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    reason = why_stock(given)
+    if reason is None:
+        _say(logging.INFO, "msaserve: MiniMax-M3 selects blocks and attends to them with msaserve's kernels")
+        return None, run(given, batch_of(given))
+    _say(logging.WARNING, f"msaserve: a call of MiniMax-M3's attention runs on SGLang's own kernels: {reason}")
+    return stock(*args, **kwargs)
+
+
+def why_stock(given: Mapping[str, Any]) -> str | None:
+    """Why SGLang's own kernels take a call with these arguments; None if ours do."""
+    q, k_cache, index_q = given["q"], given["k_cache"], given["idx_q"]
+    major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
+    if env.sglang_plugin() != "on" and major != 9:
+        return "the card is not Hopper's; MSASERVE_SGLANG=1 takes ours all the same"
+    for name in (*OFF, *ELSEWHERE):
+        if given.get(name) is not None and given[name] is not False:
+            return f"{name} is given"
+    for name in SCALES:
+        if given.get(name) not in (None, 1.0):
+            return f"{name} is {given[name]}"
+    if not given["disable_index_value"]:
+        return "the index heads have values"
+    if given.get("packed_queries", 1) != 1:
+        return "a request has several query tokens to verify"
+    if q.dtype not in (torch.bfloat16, torch.float16) or index_q.shape[1] != k_cache.shape[1]:
+        return f"queries are {q.dtype}, with {index_q.shape[1]} index heads to {k_cache.shape[1]} KV heads"
+    if any(given[name].dtype == torch.float8_e5m2 for name in ("k_cache", "v_cache", "idx_k_cache")):
+        return "a cache is float8_e5m2"
+    page_size = given["page_size"] if "page_size" in given else _page_size()
+    if page_size % PAGE or given["block_size_k"] != PAGE:
+        return (
+            f"pages of {page_size} tokens are no whole blocks of {given['block_size_k']}; --page-size 128 makes them so"
+        )
+    topk, local = given["topk"], given["local_blocks"]
+    if given["init_blocks"] != 0 or not 1 <= local <= topk <= 64 or given["score_type"] != "max":
+        return f"init_blocks = {given['init_blocks']}, local_blocks = {local}, topk = {topk}, {given['score_type']}"
+    return None
+
+
+def prefill_batch(given: Mapping[str, Any]) -> Batch:
+    return Batch(given["seq_lens"].int(), given["cu_seqlens"].int(), given["max_seqlen_q"], given["max_seqlen_k"])
+
+
+def decode_batch(given: Mapping[str, Any]) -> Batch:
+    seq_lens = given["seq_lens"].int()
+    starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
+    return Batch(seq_lens, starts, 1, given["max_seqlen"])
+
+
+def run(given: Mapping[str, Any], batch: Batch) -> torch.Tensor:
+    """Output [T, Hq, D]. SGLang's caches are [slots, heads, D]; a page's slots lie in a row."""
+    num_blocks = -(-batch.max_seq_len // PAGE)
+    first_slots = given["req_to_token"][:, ::PAGE][:, :num_blocks]
+    block_table = first_slots.index_select(0, given["slot_ids"]).div(PAGE, rounding_mode="floor").int()
+    output, _ = ops.select_attend(
+        given["q"],
+        pages(given["k_cache"]),
+        pages(given["v_cache"]),
+        given["idx_q"],
+        pages(given["idx_k_cache"])[:, :, 0],
+        block_table,
+        batch.seq_lens,
+        batch.cu_query_lens,
+        topk=given["topk"],
+        local_blocks=given["local_blocks"],
+        scale=given["sm_scale"],
+        max_query_len=batch.max_query_len,
+        max_seq_len=min(batch.max_seq_len, block_table.shape[1] * PAGE),
+    )
+    return output
+
+
+def pages(slots: torch.Tensor) -> torch.Tensor:
+    """[P, 128, heads, D]: a view of a cache [slots, heads, D], without a last part of a page."""
+    whole = slots.shape[0] // PAGE * PAGE
+    return slots[:whole].view(-1, PAGE, *slots.shape[1:])
+
+
+def _page_size() -> int:
+    """Of the server, in releases whose prefill is not told."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return int(get_server_args().page_size)
+
+
+@cache
+def _signature(stock: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(stock)
+
+
+@cache
+def _say(level: int, text: str) -> None:
+    """Once a process for each text."""
+    logger.log(level, text)
