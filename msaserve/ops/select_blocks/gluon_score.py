@@ -45,20 +45,20 @@ def _fetch(index_k, pages, k_smem, full, empty, lo, hi, STAGES: gl.constexpr, PA
 
 
 @gluon.jit
-def _queries(q_smem, piece, mma: gl.constexpr, IN_REGS: gl.constexpr):
-    """A piece's queries as the product takes them."""
-    q = q_smem.index(piece)
-    if IN_REGS:
-        element: gl.constexpr = q_smem.dtype
-        q = q.load(gl.DotOperandLayout(0, mma, 32 // element.primitive_bitwidth))
-    return q
+def _queries(q_smem, piece, mma: gl.constexpr):
+    """A piece's queries in registers, as the product takes them."""
+    element: gl.constexpr = q_smem.dtype
+    return q_smem.index(piece).load(gl.DotOperandLayout(0, mma, 32 // element.primitive_bitwidth))
 
 
 @gluon.jit
 def _product(q, rest, k, acc, TERMS: gl.constexpr):
-    acc = warpgroup_mma(q, k, acc, use_acc=False, is_async=True)
+    # The rest first: beside a large sum the 8-bit product drops the low bits of what it adds.
     if TERMS == 2:
-        acc = warpgroup_mma(rest, k, acc, use_acc=True, is_async=True)
+        acc = warpgroup_mma(rest, k, acc, use_acc=False, is_async=True)
+        acc = warpgroup_mma(q, k, acc, use_acc=True, is_async=True)
+    else:
+        acc = warpgroup_mma(q, k, acc, use_acc=False, is_async=True)
     return acc
 
 
@@ -98,7 +98,6 @@ def _multiply(
     STAGES: gl.constexpr,
     TERMS: gl.constexpr,
     GROUP: gl.constexpr,
-    IN_REGS: gl.constexpr,
 ):
     element: gl.constexpr = k_smem.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -112,9 +111,9 @@ def _multiply(
     acc = ()
     group_best = ()
     for i in gl.static_range(PIECES):
-        q = q + (_queries(q_smem, PIECES * WG + i, mma, IN_REGS),)
+        q = q + (_queries(q_smem, PIECES * WG + i, mma),)
         if TERMS == 2:
-            rest = rest + (_queries(q_smem, PIECES * (2 + WG) + i, mma, IN_REGS),)
+            rest = rest + (_queries(q_smem, PIECES * (2 + WG) + i, mma),)
         else:
             rest = rest + (q[i],)
         acc = acc + (gl.zeros([64, BLOCK], gl.float32, layout=mma),)
@@ -139,13 +138,13 @@ def _multiply(
 
 
 @gluon.jit
-def _multiply_last(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr, STAGES: gl.constexpr, TERMS: gl.constexpr, GROUP: gl.constexpr, IN_REGS: gl.constexpr):  # fmt: skip
-    _multiply(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, 1, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP, IN_REGS)  # fmt: skip
+def _multiply_last(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr, STAGES: gl.constexpr, TERMS: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    _multiply(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, 1, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP)  # fmt: skip
 
 
 @gluon.jit
-def _multiply_first(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr, STAGES: gl.constexpr, TERMS: gl.constexpr, GROUP: gl.constexpr, IN_REGS: gl.constexpr):  # fmt: skip
-    _multiply(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, 0, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP, IN_REGS)  # fmt: skip
+def _multiply_first(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr, STAGES: gl.constexpr, TERMS: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    _multiply(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, 0, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP)  # fmt: skip
 
 
 @gluon.jit
@@ -158,7 +157,7 @@ def _power_of_two(x):
     return gl.where((exponent == 0) | (exponent == 255), 1.0, scale)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["first_tile", "num_tiles", "split_blocks", "N"])
 def _score_kernel(
     index_q,
     index_k,
@@ -180,7 +179,6 @@ def _score_kernel(
     BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
-    IN_REGS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     tile = num_tiles - 1 - gl.program_id(0)
@@ -232,8 +230,8 @@ def _score_kernel(
         pages = block_table + request.to(gl.int64) * stride_bt
         gl.warp_specialize(
             [
-                (_multiply_first, (q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP, IN_REGS)),
-                (_multiply_last, (q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP, IN_REGS)),
+                (_multiply_first, (q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP)),
+                (_multiply_last, (q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP)),
                 (_fetch, (index_k, pages, k_smem, full, empty, lo, hi, STAGES, BLOCK * DI * element.primitive_bitwidth // 8)),
             ],
             [4, 1],
@@ -273,8 +271,7 @@ def score_tiles(
     num_blocks: int,
     block_q: int,
     group: int,
-    stages: int = 0,
-    in_regs: bool = False,
+    stages: int = 4,
 ) -> None:
     """As `triton_prefill.score_tiles`, for tiles of 256 rows."""
     num_heads, dim = index_q.shape[1:]
@@ -303,9 +300,8 @@ def score_tiles(
         DI=dim,
         BLOCK=block_size,
         BLOCK_Q=block_q,
-        STAGES=stages or (4 if index_k_cache.itemsize == 2 else 8),
+        STAGES=stages,
         GROUP=group,
-        IN_REGS=in_regs,
         num_warps=4,
     )
 

@@ -24,7 +24,7 @@ SCRATCH_BYTES = 256 << 20
 """Bound on the score scratch of one call (one tile's scores where even those are larger)."""
 MIN_SEGMENT = 16
 """Blocks that one thread of the top-k goes through at least, where a row is cut into segments."""
-MIN_GROUPED = 256
+MIN_GROUPED = 1024
 """Blocks of a row from which on groups are chosen first."""
 MAX_GROUP = 16
 """Blocks of a group at most: choosing from larger ones takes minutes to compile."""
@@ -41,7 +41,7 @@ def _store_group(out, group_best, best, n, ROWS: tl.constexpr, GROUP: tl.constex
     return group_best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile", "num_tiles", "split_blocks", "N"])
 def _score_kernel(
     index_q,
     index_k,
@@ -234,7 +234,7 @@ def _choose(
             ties_left -= tie.to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile", "N"])
 def _topk_kernel(
     scores,
     group_scores,
@@ -343,6 +343,14 @@ def makespan(num_tiles: int, num_blocks: int, num_workers: int, spread: int, blo
             if length > 0:
                 heapq.heapreplace(ends, ends[0] + length + 2.0)
     return max(ends)
+
+
+def segments_of(num_programs: int, num_blocks: int, num_workers: int) -> int:
+    """Segments that a row of the top-k is cut into, a warp each, so that few rows fill the card too."""
+    segments = 1
+    while segments < 32 and num_programs * segments < num_workers * 24 and segments * MIN_SEGMENT < num_blocks:
+        segments *= 2
+    return segments
 
 
 def num_workers(device: torch.device) -> int:
@@ -488,10 +496,7 @@ def select_blocks(
         group_scores = scores.new_empty((chunk, -(-num_blocks // group), rows))
         groups = tiles.new_empty(chunk * rows * (topk - local_blocks + 1))
     r = min(32, rows)
-    workers = num_workers(index_q.device)
-    segments = 1
-    while segments < 32 and chunk * (rows // r) * segments < workers * 24 and segments * MIN_SEGMENT < num_blocks:
-        segments *= 2
+    segments = segments_of(chunk * (rows // r), num_blocks, num_workers(index_q.device))
     lists = torch.empty(
         (chunk * (rows // r) * segments * (r << log) if segments > 1 else 1,),
         dtype=torch.float32,
