@@ -49,6 +49,11 @@ def on_card(x: torch.Tensor, *args: object, **kwargs: object) -> bool:
     return x.is_cuda and not any(isinstance(arg, torch.Tensor) and arg.element_size() == 1 for arg in args)
 
 
+def on_card_in_8_bits_too(x: torch.Tensor, *args: object, **kwargs: object) -> bool:
+    """`pays` of kernels that a card has checked with 8-bit caches too."""
+    return x.is_cuda
+
+
 def on_card_as_checked(x: torch.Tensor, cache: torch.Tensor, *args: object, **kwargs: object) -> bool:
     """`pays` of the Gluon kernels, which no interpreter runs: what they were checked with on a card, one request with
     heads and blocks of 128. The rest is left to plain Triton until a card has checked it."""

@@ -8,7 +8,7 @@ import torch
 
 from msaserve.ops.checks import check_caches, check_dtype, check_floats, check_scale, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, on_card
+from msaserve.ops.hopper import ask_later, on_card_in_8_bits_too
 
 
 class Queries(NamedTuple):
@@ -25,7 +25,7 @@ IMPLS = (
         "triton",
         "msaserve.ops.norm_rope_store.triton:norm_rope_store",
         ask_later("msaserve.ops.norm_rope_store.triton:why_not"),
-        on_card,
+        on_card_in_8_bits_too,
     ),
     Impl("reference", "msaserve.ops.norm_rope_store.reference:norm_rope_store", always),
 )

@@ -6,7 +6,7 @@ import torch
 
 from msaserve.ops.checks import check_dtype, check_index_queries, check_int32, check_selection, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, on_card, on_card_as_checked
+from msaserve.ops.hopper import ask_later, on_card, on_card_in_8_bits_too
 
 IMPLS = (
     Impl(
@@ -19,13 +19,13 @@ IMPLS = (
         "gluon_prefill",
         "msaserve.ops.select_blocks.gluon_score:select_blocks",
         ask_later("msaserve.ops.select_blocks.gluon_score:why_not"),
-        on_card_as_checked,
+        on_card_in_8_bits_too,
     ),
     Impl(
         "triton_prefill",
         "msaserve.ops.select_blocks.triton_prefill:select_blocks",
         ask_later("msaserve.ops.select_blocks.triton_prefill:why_not"),
-        on_card,
+        on_card_in_8_bits_too,
     ),
     Impl("reference", "msaserve.ops.select_blocks.reference:select_blocks", always),
 )

@@ -6,10 +6,15 @@ import torch
 
 from msaserve.ops.checks import check_caches, check_dtype, check_floats, check_scale, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, on_card
+from msaserve.ops.hopper import ask_later, on_card_in_8_bits_too
 
 IMPLS = (
-    Impl("triton", "msaserve.ops.store_kv.triton:store_kv", ask_later("msaserve.ops.store_kv.triton:why_not"), on_card),
+    Impl(
+        "triton",
+        "msaserve.ops.store_kv.triton:store_kv",
+        ask_later("msaserve.ops.store_kv.triton:why_not"),
+        on_card_in_8_bits_too,
+    ),
     Impl("reference", "msaserve.ops.store_kv.reference:store_kv", always),
 )
 
