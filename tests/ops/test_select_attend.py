@@ -71,6 +71,7 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
 CARD_SPECS = [
     m3_spec("m3_ragged", ((1, 9000), (1, 1), (0, 0), (1, 128), (1, 129), (1, 2047), (1, 2049))),
     m3_spec("m3_combs", ((1, 140000), (1, 9999)), index_values="integers"),
+    m3_spec("m3_ties", ((1, 140000), (1, 9999), (1, 900)), index_values="equal"),
     m3_spec("m3_8_tokens", ((8, 5000), (8, 8), (3, 200)), layout="vllm", index_values="integers", local_blocks=2),
     m3_spec("m3_special", ((4, 9000), (2, 300), (1, 5)), index_values="special", tail_rows=2),
     CaseSpec(

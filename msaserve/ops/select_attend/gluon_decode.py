@@ -257,14 +257,18 @@ def _count(is_one):
 def _take_best(key, n, S, place):
     """The n of the S largest keys, largest first, of equal keys the lower n first, at places 0 … S − 1."""
     rest = key
+    rounds = 0
     chosen = gl.full_like(place, NONE)
     for i in range(S):
         # Whatever equals the largest goes, so that the next round need not wait for the number of this one's.
-        is_top = rest == _greatest(rest)
+        top = _greatest(rest)
+        rounds += (top != LOWEST).to(gl.int32)
+        is_top = rest == top
         chosen = gl.where(place == i, _least(gl.where(is_top, n, NONE)), chosen)
         rest = gl.where(is_top, LOWEST, rest)
     total = _count(key != LOWEST)
-    if total - _count(rest != LOWEST) != gl.minimum(total, S):
+    wanted = gl.minimum(total, S)
+    if (rounds != wanted) | (total - _count(rest != LOWEST) != wanted):
         # Some were equal: again, one number at a time.
         rest = key
         for i in range(S):
