@@ -137,7 +137,7 @@ class Recipe:
     expert_bias_step: float = 1e-3
     topk_choices: tuple[int, ...] = (4, 8, 16)
     """Blocks selected in training: fewer than served, as 16 of 1,024 are fewer than 16 of 128."""
-    dense_share: float = 0.15
+    dense_share: float = 0.4
     """Of the steps of sparse stages: attention to all blocks, lest what no block shows goes astray."""
     max_position: int = 140_000
     """Up to where positions are stretched."""
@@ -154,14 +154,14 @@ class Recipe:
 
 FULL = Recipe(
     stages=(
-        Stage(0.16, 192, 1024, is_sparse=False, num_short=224, max_picture_side=320),
-        Stage(0.14, 512, 4096, is_sparse=False, num_short=192, max_picture_side=640),
-        Stage(0.25, 1024, 8192, is_sparse=True, num_short=160, max_picture_side=1000),
-        Stage(0.45, 2048, 16384, is_sparse=True, num_short=160, max_picture_side=1000),
+        Stage(0.22, 192, 1024, is_sparse=False, num_short=224, max_picture_side=320),
+        Stage(0.16, 512, 4096, is_sparse=False, num_short=192, max_picture_side=640),
+        Stage(0.27, 1024, 6144, is_sparse=True, num_short=192, max_picture_side=1000),
+        Stage(0.35, 2048, 16384, is_sparse=True, num_short=192, max_picture_side=1000),
     ),
     tokens_per_step=65_536,
     learning_rate=2e-3,
-    warm_up_steps=150,
+    warm_up_steps=100,
     num_index_rows=192,
 )
 SMOKE = Recipe(

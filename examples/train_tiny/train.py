@@ -168,6 +168,7 @@ def train(arguments: argparse.Namespace) -> float:
         sampler=Plan(recipe, clock, step),  # type: ignore[arg-type]
         num_workers=arguments.workers,
         prefetch_factor=2 if arguments.workers else None,
+        timeout=120 if arguments.workers else 0,
         pin_memory=device.type == "cuda",
     )
     # The processes begin while the device is made ready; what ends this one must not be caught by them.

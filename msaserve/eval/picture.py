@@ -27,6 +27,8 @@ MIN_SIDE = 13
 """Square root of the smallest object's area, in pixels as the model sees them."""
 MIN_RATIO = 1.4
 """The largest object's side to the next one's."""
+MAX_PLACINGS = 50
+"""Of a scene's objects, each with another size of the largest, before another picture is tried."""
 _EXTENT = {"circle": 2 / math.sqrt(math.pi), "square": 1.0, "triangle": math.sqrt(2), "cross": 3 / math.sqrt(5)}
 """Width and height of a shape of area 1."""
 
@@ -90,10 +92,12 @@ def draw(canvas: np.ndarray, item: Drawn, rgb: tuple[int, int, int]) -> None:
 
 def scene(rng: random.Random, *, num_objects: int | None = None, max_side: int = 1000) -> Scene:
     """A picture of two or three objects on a plain, slightly noisy ground. max_side: of a square of its area."""
-    height, width = _size(rng, max_side)
-    new_height, new_width = smart_resize(height, width, factor=28, min_pixels=4 * 28 * 28, max_pixels=576 * 28 * 28)
-    seen = min(new_height / height, new_width / width)
-    objects = _place(rng, height, width, num_objects or rng.choice((2, 2, 3)), MIN_SIDE / seen)
+    objects = None
+    while objects is None:
+        height, width = _size(rng, max_side)
+        new_height, new_width = smart_resize(height, width, factor=28, min_pixels=4 * 28 * 28, max_pixels=576 * 28 * 28)
+        seen = min(new_height / height, new_width / width)
+        objects = _place(rng, height, width, num_objects or rng.choice((2, 2, 3)), MIN_SIDE / seen)
     ground = rng.choice((rng.randint(0, 40), rng.randint(90, 150), rng.randint(215, 255)))
     noise = np.random.default_rng(rng.getrandbits(32))
     canvas = noise.integers(ground - 4, ground + 5, (height, width), np.int16).clip(0, 255).astype(np.uint8)
@@ -147,11 +151,12 @@ def _size(rng: random.Random, max_side: int) -> tuple[int, int]:
     return (long, short) if rng.random() < 0.5 else (short, long)
 
 
-def _place(rng: random.Random, height: int, width: int, count: int, min_side: float) -> tuple[Drawn, ...]:
+def _place(rng: random.Random, height: int, width: int, count: int, min_side: float) -> tuple[Drawn, ...] | None:
+    """None: there is no room for two objects, as in a low strip of few pixels."""
     short, long = sorted((height, width))
     colours, shapes = rng.sample(COLOURS, count), [rng.choice(SHAPES) for _ in range(count)]
     highest = max(min(0.62 * short, 0.38 * long), MIN_RATIO * min_side)
-    while True:
+    for _ in range(MAX_PLACINGS):
         largest = rng.uniform(MIN_RATIO * min_side, highest)
         sides = [largest] + [rng.uniform(min_side, largest / MIN_RATIO) for _ in range(count - 1)]
         for _ in range(20):
@@ -173,6 +178,7 @@ def _place(rng: random.Random, height: int, width: int, count: int, min_side: fl
         if highest == MIN_RATIO * min_side and count > 2:
             count -= 1
             colours, shapes = colours[:count], shapes[:count]
+    return None
 
 
 def _distance(shape: str, x: np.ndarray, y: np.ndarray, half: float) -> np.ndarray:

@@ -205,3 +205,14 @@ def test_clip_files_keep_times_and_colours() -> None:
 def test_examples_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         tool.generate(random.Random(0)).skill = "needle"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("seed", [481_216, 590_592])
+def test_pictures_without_room_for_two_objects_are_passed_over(seed: int) -> None:
+    """These seeds' first size is a strip of 28 by 153 pixels, in which two triangles have no room."""
+    rng = random.Random(seed)
+    height, width = picture._size(rng, 1000)
+    assert sorted((height, width)) == [28, 153]
+    shown = picture.scene(random.Random(seed))
+    assert len(shown.objects) >= 2
+    assert picture._place(random.Random(0), 28, 153, 2, 30.0) is None

@@ -290,7 +290,7 @@ def test_every_listed_word_is_one_token(tokenizer: Tokenizer) -> None:
 def test_stages_and_rates() -> None:
     full = recipe.FULL
     assert sum(stage.share for stage in full.stages) == pytest.approx(1.0)
-    assert [train.stage_at(full, p) for p in (0.0, 0.2, 0.5, 0.9, 1.0)] == [0, 1, 2, 3, 3]
+    assert [train.stage_at(full, p) for p in (0.0, 0.3, 0.5, 0.9, 1.0)] == [0, 1, 2, 3, 3]
     assert [stage.is_sparse for stage in full.stages] == [False, False, True, True]
     assert train.learning_rate(full, 0, 0.0) < 0.02 * full.learning_rate
     assert train.learning_rate(full, 10_000, 1.0) == pytest.approx(full.learning_rate / 20)
