@@ -36,14 +36,3 @@ def request_of(cu_query_lens, token, B, BLOCK_B: tl.constexpr):
     b = tl.arange(0, BLOCK_B)
     end = tl.load(cu_query_lens + b + 1, mask=b < B, other=2147483647)
     return tl.sum((end <= token).to(tl.int32), 0)
-
-
-@triton.jit
-def _query_tiles_kernel(cu_query_lens, seq_lens, tiles, num_tiles, B, BQ: tl.constexpr, BLOCK_B: tl.constexpr):
-    tile = tl.program_id(0)
-    request, first, _start, stop = query_tile(cu_query_lens, tile, B, BQ, BLOCK_B)
-    seq_len = tl.load(seq_lens + request)
-    tl.store(tiles + tile * 4, request)
-    tl.store(tiles + tile * 4 + 1, first)
-    tl.store(tiles + tile * 4 + 2, tl.minimum(first + BQ, stop))
-    tl.store(tiles + tile * 4 + 3, seq_len - stop + first)

@@ -25,8 +25,9 @@ def small(name: str) -> Case:
 
 def choose(case: Case, impl: str) -> torch.Tensor:
     """Sorted: compared as sets."""
-    ids = ops.select_blocks(case.index_q, case.index_k_cache, *case.batch, **case.selection_options, impl=impl)
-    return ids.sort(-1).values
+    out = torch.full((case.spec.num_kv_heads, len(case.index_q), case.spec.topk), 7, dtype=torch.int32, device=DEVICE)
+    args = (case.index_q, case.index_k_cache, *case.batch)
+    return ops.select_blocks(*args, **case.selection_options, out=out, impl=impl).sort(-1).values
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_selection_by_groups(spec: CaseSpec, segments: bool, monkeypatch: pytest
     """Groups of blocks first, then the blocks of the best groups and those after the last whole group."""
     monkeypatch.setattr(triton_prefill, "MIN_GROUPED", 1)
     monkeypatch.setattr(triton_prefill, "num_workers", lambda device: 1000 if segments else 1)
-    monkeypatch.setattr(triton_prefill, "MIN_SEGMENT", 64)
+    monkeypatch.setattr(triton_prefill, "MIN_SEGMENT", 48)
     monkeypatch.setattr(triton_prefill, "SCRATCH_BYTES", 1 << 18)
     case = build(spec, device=DEVICE)
     assert torch.equal(choose(case, "triton_prefill"), choose(case, "reference"))

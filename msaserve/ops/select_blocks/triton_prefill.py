@@ -18,16 +18,51 @@ import triton
 import triton.language as tl
 
 from msaserve.ops.hopper import why_not_triton
-from msaserve.ops.triton_ragged import _query_tiles_kernel, next_power_of_2
+from msaserve.ops.triton_ragged import next_power_of_2, query_tile
 
 SCRATCH_BYTES = 256 << 20
 """Bound on the score scratch of one call (one tile's scores where even those are larger)."""
-MIN_SEGMENT = 16
+MIN_SEGMENT = 64
 """Blocks that one thread of the top-k goes through at least, where a row is cut into segments."""
-MIN_GROUPED = 1024
+MIN_GROUPED = 2048
 """Blocks of a row from which on groups are chosen first."""
 MAX_GROUP = 16
 """Blocks of a group at most: choosing from larger ones takes minutes to compile."""
+
+
+@triton.jit
+def _tiles_kernel(
+    cu_query_lens,
+    seq_lens,
+    tiles,
+    block_ids,
+    num_tokens,
+    B,
+    stride_oh,
+    stride_ot,
+    stride_os,
+    HKV: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Where each tile of queries stands: request, first and end token, position; −1 in rows of no request."""
+    tile = tl.program_id(0)
+    request, first, _start, stop = query_tile(cu_query_lens, tile, B, BLOCK_Q, BLOCK_B)
+    seq_len = tl.load(seq_lens + request)
+    tl.store(tiles + tile * 4, request)
+    tl.store(tiles + tile * 4 + 1, first)
+    tl.store(tiles + tile * 4 + 2, tl.minimum(first + BLOCK_Q, stop))
+    tl.store(tiles + tile * 4 + 3, seq_len - stop + first)
+    begin, end = tl.load(cu_query_lens), tl.load(cu_query_lens + B)
+    token = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    if (tile * BLOCK_Q < begin) | (tile * BLOCK_Q + BLOCK_Q > end):
+        s = tl.arange(0, triton.next_power_of_2(TOPK))
+        is_none = (token < num_tokens) & ((token < begin) | (token >= end))
+        none = tl.full([BLOCK_Q, triton.next_power_of_2(TOPK)], -1, tl.int32)
+        to = block_ids + token[:, None].to(tl.int64) * stride_ot + s[None, :] * stride_os
+        for head in tl.static_range(HKV):
+            tl.store(to + head * stride_oh, none, mask=is_none[:, None] & (s < TOPK)[None, :])
 
 
 @triton.jit
@@ -348,7 +383,10 @@ def makespan(num_tiles: int, num_blocks: int, num_workers: int, spread: int, blo
 def segments_of(num_programs: int, num_blocks: int, num_workers: int) -> int:
     """Segments that a row of the top-k is cut into, a warp each, so that few rows fill the card too."""
     segments = 1
-    while segments < 32 and num_programs * segments < num_workers * 24 and segments * MIN_SEGMENT < num_blocks:
+    while segments < 32 and segments * MIN_SEGMENT < num_blocks:
+        # Every warp merges all segments' lists: more than 8 pay only where most of the card is empty.
+        if num_programs * segments >= num_workers * (24 if segments < 8 else 4):
+            break
         segments *= 2
     return segments
 
@@ -468,22 +506,25 @@ def select_blocks(
     batch = block_table.shape[0]
     if out is None:
         out = torch.empty((num_heads, num_tokens, topk), dtype=torch.int32, device=index_q.device)
-    out.fill_(-1)
     if num_tokens == 0 or batch == 0 or max_seq_len == 0:
-        return out
+        return out.fill_(-1)
     num_blocks = -(-max_seq_len // block_size)
     heads_padded = next_power_of_2(num_heads)
     block_q = max(1, rows // heads_padded)
     rows = block_q * heads_padded
     total_tiles = -(-num_tokens // block_q) + batch - 1
     tiles = torch.empty((total_tiles, 4), dtype=torch.int32, device=index_q.device)
-    _query_tiles_kernel[(total_tiles,)](
+    _tiles_kernel[(total_tiles,)](
         cu_query_lens,
         seq_lens,
         tiles,
-        total_tiles,
+        out,
+        num_tokens,
         batch,
-        BQ=block_q,
+        *out.stride(),
+        HKV=num_heads,
+        TOPK=topk,
+        BLOCK_Q=block_q,
         BLOCK_B=next_power_of_2(batch),
         num_warps=1,
     )
