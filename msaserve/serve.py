@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 
 from msaserve.config import EngineConfig, ModelConfig
+from msaserve.errors import InvalidRequestError
 from msaserve.gateway.command import HttpOptions
 from msaserve.gateway.media.options import MediaOptions
 from msaserve.loop import run_loop
+
+if TYPE_CHECKING:
+    from msaserve.integrations.vllm.launch import VllmProcess
+    from msaserve.worker.process import WorkerProcess
 
 
 @dataclass(frozen=True)
@@ -23,20 +28,22 @@ class Serve:
 
     checkpoint: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
     """Directory of config.json, weights, tokenizer.json and chat template."""
+    kind: Annotated[Literal["msaserve", "vllm"], tyro.conf.arg(name="engine")] = "msaserve"
+    """What runs the model: this package's engine, or vLLM with its plugin (docs/vllm.md)."""
+    vllm_args: str = ""
+    """Options of `vllm serve`, in one string: --vllm-args="--tensor-parallel-size 8"."""
     engine: Annotated[EngineConfig, tyro.conf.arg(name="")] = field(default_factory=EngineConfig)
     media: Annotated[MediaOptions, tyro.conf.arg(name="")] = field(default_factory=MediaOptions)
     http: Annotated[HttpOptions, tyro.conf.arg(name="")] = field(default_factory=HttpOptions)
 
     def run(self) -> int:
-        from msaserve.worker.process import WorkerProcess
-
         # What fails fast comes first: the address, the configuration, the small files, then the weights.
         listener = self.http.listen()
         config = ModelConfig.from_checkpoint(self.checkpoint)
         name = self.http.served_model_name or self.checkpoint.resolve().name
         # The worker imports and loads while this process does the same with its part.
         endpoint = self.http.otlp_traces_endpoint
-        with WorkerProcess(self.checkpoint, self.engine, name, otlp_traces_endpoint=endpoint) as worker:
+        with self._worker(name) as worker:
             from msaserve.gateway.app import create_app
             from msaserve.gateway.chat import ChatTemplate
             from msaserve.gateway.grpc_client import GrpcClient
@@ -72,3 +79,21 @@ class Serve:
             finally:
                 tracer.close()
         return 0
+
+    def _worker(self, name: str) -> WorkerProcess | VllmProcess:
+        """The process that runs the model as `name`."""
+        if self.kind == "msaserve":
+            from msaserve.worker.process import WorkerProcess
+
+            if self.vllm_args:
+                raise InvalidRequestError("--vllm-args is for --engine vllm", param="vllm_args")
+            endpoint = self.http.otlp_traces_endpoint
+            return WorkerProcess(self.checkpoint, self.engine, name, otlp_traces_endpoint=endpoint)
+        from msaserve.integrations.vllm import launch
+
+        if self.engine != EngineConfig():
+            raise InvalidRequestError("vLLM takes its options from --vllm-args", param="engine")
+        options = launch.options_of(self.vllm_args)
+        launch.check_installed()
+        port = launch.free_port()
+        return launch.VllmProcess(launch.command(self.checkpoint, port, options, name=name), port)

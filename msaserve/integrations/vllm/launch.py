@@ -68,10 +68,10 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_installed(has: Callable[[str], bool] = lambda module: find_spec(module) is not None) -> None:
-    """Raises ModuleNotFoundError with what to install when vLLM or its gRPC server is missing."""
-    for module, package in (("vllm", "vllm"), ("smg_grpc_servicer", "smg-grpc-servicer[vllm]")):
+    """Raises InvalidRequestError with what to install when vLLM or its gRPC server is missing."""
+    for module, package in (("vllm", "vllm[grpc]"), ("smg_grpc_servicer", "smg-grpc-servicer[vllm]")):
         if not has(module):
-            raise ModuleNotFoundError(f"--engine vllm needs {module}: pip install '{package}'", name=module)
+            raise InvalidRequestError(f"--engine vllm needs {module}: pip install '{package}'", param="engine")
 
 
 class VllmProcess:

@@ -1,0 +1,98 @@
+"""`msaserve serve --engine vllm`, with this package's own worker in the place of vLLM's gRPC server: same protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+TINY = Path(__file__).parents[1] / "golden/tiny"
+STAND_IN = """
+import json, os, sys
+given = sys.argv[1:]
+with open(os.environ["SEEN"], "w") as file:
+    json.dump({"argv": given, "plugins": os.environ.get("VLLM_PLUGINS")}, file)
+option = dict(zip(given, given[1:]))
+address = option["--host"] + ":" + option["--port"]
+from msaserve.cli import main
+sys.exit(main(["worker", given[1], "--grpc", address, "--served-model-name", option["--served-model-name"]]))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """One in which `vllm` and `smg_grpc_servicer` can be imported."""
+    package = tmp_path / "vllm/entrypoints/cli"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    (package / "main.py").write_text(STAND_IN)
+    (tmp_path / "smg_grpc_servicer").mkdir()
+    (tmp_path / "smg_grpc_servicer/__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    return {**os.environ, "PYTHONPATH": path, "SEEN": str(tmp_path / "seen.json"), "VLLM_PLUGINS": "other"}
+
+
+@pytest.fixture
+def served(environment: dict[str, str]) -> Iterator[tuple[str, subprocess.Popen[str], int]]:
+    """(URL, the server, vLLM's process id)."""
+    command = [sys.executable, "-m", "msaserve.cli", "serve", str(TINY), "--engine", "vllm", "--port", "0"]
+    command += ["--served-model-name", "m3", "--vllm-args=--max-model-len 4096"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        url = next(line.split()[1] for line in process.stdout if "curl http" in line).partition("/v1/")[0]
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (child,) = (int(pid) for pid in children)
+        yield url, process, child
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def test_answers_come_from_it(served: tuple[str, subprocess.Popen[str], int], environment: dict[str, str]) -> None:
+    url, process, child = served
+    body = {"model": "m3", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+    assert answer["usage"]["completion_tokens"] == 4
+    seen = json.loads(Path(environment["SEEN"]).read_text())
+    assert seen["argv"][:3] == ["serve", str(TINY), "--grpc"]
+    assert seen["argv"][-2:] == ["--max-model-len", "4096"]
+    assert seen["plugins"] == "other,msaserve"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) in (0, 130)
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_its_death_ends_the_server(served: tuple[str, subprocess.Popen[str], int]) -> None:
+    _, process, child = served
+    os.kill(child, signal.SIGKILL)
+    assert process.wait(60) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["--engine", "vllm"], "needs vllm: pip install 'vllm[grpc]'"),
+        (["--engine", "vllm", "--dtype", "float32"], "vLLM takes its options from --vllm-args"),
+        (["--vllm-args=--x"], "--vllm-args is for --engine vllm"),
+        (["--engine", "vllm", "--vllm-args=--port 1"], "cannot set --port"),
+    ],
+)
+def test_what_cannot_be(given: list[str], reason: str) -> None:
+    command = [sys.executable, "-m", "msaserve.cli", "serve", str(TINY), "--port", "0", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert reason in done.stderr
