@@ -231,7 +231,12 @@ class GrpcClient:
         return convert.load_from_proto(response, await call.trailing_metadata(), block_size=worker.block_size)
 
     async def workers(self) -> list[WorkerState]:
-        is_ready, load = await asyncio.gather(self.is_ready(), self.load(), return_exceptions=True)
+        # Who does not answer must not keep the others' numbers from a scrape.
+        is_ready, load = await asyncio.gather(
+            asyncio.wait_for(self.is_ready(), _HEALTH_SECONDS),
+            asyncio.wait_for(self.load(), _HEALTH_SECONDS),
+            return_exceptions=True,
+        )
         return [
             WorkerState(
                 self.address,

@@ -13,6 +13,7 @@ from worker_driver import GREEDY, new_engine, read, request, running_worker, tok
 
 from msaserve.engine.async_engine import AsyncEngine
 from msaserve.errors import EngineError, OverloadedError
+from msaserve.gateway import grpc_client
 from msaserve.gateway.grpc_client import GrpcClient
 from msaserve.rpc.protocol import SERVICE
 from msaserve.worker.served import ServedModel
@@ -98,6 +99,17 @@ async def test_no_worker_there() -> None:
         await client.model_info()
     assert not await client.is_ready()
     await client.close()
+
+
+async def test_a_worker_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections and says nothing: a scrape goes on without its numbers."""
+    monkeypatch.setattr(grpc_client, "_HEALTH_SECONDS", 0.3)
+    silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(3600), "127.0.0.1", 0)
+    client = GrpcClient(f"grpc://127.0.0.1:{silent.sockets[0].getsockname()[1]}")
+    (state,) = await asyncio.wait_for(client.workers(), 3)
+    assert (state.is_ready, state.load) == (False, None)
+    await client.close()
+    silent.close()
 
 
 async def test_behind_a_new_connection_there_may_be_another_worker() -> None:
