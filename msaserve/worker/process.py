@@ -82,7 +82,7 @@ class WorkerProcess:
 
         def wait() -> None:
             how = f"the worker died: {_how(self._popen.wait())}"
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(settle, how)
 
         threading.Thread(target=wait, name="msaserve-worker-wait", daemon=True).start()
