@@ -166,8 +166,9 @@ def _tensor(batch: Any, name: str) -> np.ndarray:
 def whole_grid(item: MediaItem) -> tuple[int, int, int]:
     """An item's grid as one row. Raises InvalidRequestError if its rows are not the ones that such a row becomes."""
     t, h, w = (sum(row[0] for row in item.grid_thw), *item.grid_thw[0][1:])
-    expected = segment_rows((t, h, w)) if item.modality == "video" else ((t, h, w),)
-    if item.grid_thw != expected:
+    whole = ((t, h, w),)
+    expected = segment_rows((t, h, w)) if item.modality == "video" else whole
+    if item.grid_thw not in (expected, whole):
         raise InvalidRequestError(
             f"grid_thw {list(item.grid_thw)} is not one item's; rows of {(t, h, w)} are {list(expected)}", param="media"
         )

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,6 +95,8 @@ def test_a_long_clip_is_several_rows_and_one_on_the_wire() -> None:
     clip = item("video", (9, 2, 4), 0)
     assert clip.grid_thw == ((4, 2, 4), (4, 2, 4), (1, 2, 4))
     (batch,) = sent([clip])
+    assert decode(batch.model_specific_tensors["video_grid_thw"], name="x").tolist() == [[9, 2, 4]]
+    (batch,) = sent([replace(clip, grid_thw=((9, 2, 4),))])  # another model's clip of one row
     assert decode(batch.model_specific_tensors["video_grid_thw"], name="x").tolist() == [[9, 2, 4]]
     odd = MediaItem(
         modality="video", patches=clip.patches, grid_thw=((3, 2, 4), (6, 2, 4)), offset=0, length=9, content_hash=b""

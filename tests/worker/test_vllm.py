@@ -189,10 +189,16 @@ async def test_its_kv_events(front: Front) -> None:
 async def test_pictures(front: Front) -> None:
     if not front.worker.info.supports_vision:
         pytest.skip("a text model")
-    one = await front.chat([text("what is this"), picture(224, 160)])
-    assert one.status_code == 200, one.text
-    assert one.json()["usage"]["prompt_tokens"] > 30
-    two = await front.chat([picture(224, 160), text("and"), picture(100, 300, 1)])
-    assert two.status_code == 200, two.text
-    other = await front.chat([text("what is this"), picture(224, 160, 2)])
-    assert other.json()["usage"]["prompt_tokens"] == one.json()["usage"]["prompt_tokens"]
+
+    async def seen(*pictures: dict[str, Any]) -> tuple[int, list[float]]:
+        answer = await front.chat([text("what is this"), *pictures], logprobs=True, max_tokens=4)
+        assert answer.status_code == 200, answer.text
+        positions = answer.json()["choices"][0]["logprobs"]["content"]
+        return answer.json()["usage"]["prompt_tokens"], [position["logprob"] for position in positions]
+
+    num_tokens, said = await seen(picture(224, 160))
+    assert await seen(picture(224, 160)) == (num_tokens, pytest.approx(said, abs=1e-3))
+    same_size, of_another = await seen(picture(224, 160, 2))
+    assert same_size == num_tokens
+    assert of_another != pytest.approx(said, abs=1e-3)
+    assert (await seen(picture(224, 160), picture(100, 300, 1)))[0] > num_tokens

@@ -160,7 +160,13 @@ def test_qwen3_prompt_of_a_clip() -> None:
     pieces = QWEN.expand(item("video", (2, 4, 4), (0.0, 0.5, 1.0)))
     assert [p.text for p in pieces[::4]] == ["<0.2 seconds>", "<1.0 seconds>"]
     assert pieces[1:4] == [Piece("<|vision_start|>"), Piece("<|video_pad|>", 4), Piece("<|vision_end|>")]
-    assert QWEN.placeholders["image"] == ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+    assert QWEN.placeholders["video"] == ("<|vision_start|>", "<|video_pad|>", "<|vision_end|>")
+
+
+def test_qwen3_prompt_of_a_picture_leaves_the_templates_markers_outside_its_span() -> None:
+    """vLLM counts positions from the span's first token; one too early changed every answer."""
+    assert QWEN.placeholders["image"] == ("<|image_pad|>",)
+    assert QWEN.expand(item("image", (1, 4, 4), ())) == [Piece("<|image_pad|>", 4)]
 
 
 def test_qwen3_samples_evenly() -> None:

@@ -43,7 +43,8 @@ class Qwen3VLSpec:
 
     @property
     def placeholders(self) -> Mapping[Modality, tuple[str, ...]]:
-        return {modality: (_START, token, _END) for modality, token in _TOKENS.items()}
+        # vLLM counts positions from a picture's first token, and from a clip's first marker.
+        return {"image": (_TOKENS["image"],), "video": (_START, _TOKENS["video"], _END)}
 
     def check_hints(self, modality: Modality, hints: Hints) -> None:
         if hints.max_long_side_pixel is not None:
@@ -88,9 +89,10 @@ class Qwen3VLSpec:
 
     def expand(self, item: Prepared) -> list[Piece]:
         t, h, w = item.grid_thw
-        frame = [Piece(_START), Piece(_TOKENS[item.modality], h * w // self.merge_size**2), Piece(_END)]
+        features = Piece(_TOKENS[item.modality], h * w // self.merge_size**2)
         if item.modality == "image":
-            return frame
+            return [features]
+        frame = [Piece(_START), features, Piece(_END)]
         pieces, times, size = [], item.frame_times, self.temporal_patch_size
         for i in range(t):
             first, last = times[i * size], times[min(i * size + size, len(times)) - 1]
