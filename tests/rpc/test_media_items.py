@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from msgspec.structs import replace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from msaserve import pixels
