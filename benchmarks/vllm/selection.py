@@ -225,7 +225,8 @@ def main() -> None:
             for who in ("stock", "ours"):
                 command = [sys.executable, __file__, "--one", str(root), case, who]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-                said = (done.stderr.strip() or "no word").splitlines()[-1]
+                errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+                said = errors[-1] if errors else f"exit code {done.returncode}"
                 cells.append(done.stdout.split()[-1] if done.returncode == 0 else said[:120])
                 if done.returncode:
                     print(done.stderr[-2000:], file=sys.stderr)
