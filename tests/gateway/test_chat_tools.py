@@ -3,95 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake_engine import TINY, FakeClient, serve
+from chat_apis import NS, PARAMETERS, TEMPLATE, TWO_CALLS, call
+from fake_engine import TINY, FakeClient
 
 from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.parsers.minimax_m3 import MARKER_TOKENS
 from msaserve.tokenizer import IncrementalDetokenizer, Tokenizer
 
-NS = "]<]minimax[>["
-TEMPLATE = """
-{%- macro xml(value) -%}
-  {%- if value is mapping -%}
-    {%- for k, v in value.items() if v is not none -%}
-      ]<]minimax[>[<{{ k }}>{{ xml(v) }}]<]minimax[>[</{{ k }}>
-    {%- endfor -%}
-  {%- elif value is string -%}{{ value }}{%- else -%}{{ value | tojson }}{%- endif -%}
-{%- endmacro -%}
-]~!b[
-{%- if tools %}tools:{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}{% endif %}
-{%- for m in messages -%}
-]~b]{{ m.role }}:
-{%- if m.reasoning_content %}<mm:think>{{ m.reasoning_content }}</mm:think>{% endif %}
-{%- if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}
-{%- for call in m.tool_calls or [] -%}
-]<]minimax[>[<invoke name="{{ call.function.name }}">{{ xml(call.function.arguments) }}]<]minimax[>[</invoke>
-{%- endfor -%}
-[e~[
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-]~b]ai:
-{%- if thinking_mode == 'enabled' -%}<mm:think>{%- elif thinking_mode == 'disabled' -%}</mm:think>{%- endif -%}
-{%- endif -%}
-"""
 USER: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "weather",
         "description": "of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        "parameters": PARAMETERS,
     },
 }
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
 
 
-def call(name: str, **arguments: Any) -> str:
-    inside = "".join(f"{NS}<{key}>{value}{NS}</{key}>" for key, value in arguments.items())
-    return f'{NS}<invoke name="{name}">{inside}{NS}</invoke>'
-
-
-TWO_CALLS = f"{NS}<tool_call>\n{call('weather', city='Köln', days=2)}\n{call('clock')}\n{NS}</tool_call>"
-
-
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[FakeClient, str]]:
-    client = FakeClient()
-    with serve(client, template=ChatTemplate(TEMPLATE)) as url:
-        yield client, url
+def template() -> ChatTemplate:
+    return TEMPLATE
 
 
 @pytest.fixture
-def engine(served: tuple[FakeClient, str]) -> FakeClient:
-    served[0].__init__()  # type: ignore[misc]
-    return served[0]
-
-
-@pytest.fixture
-def client(served: tuple[FakeClient, str], engine: FakeClient) -> Iterator[openai.OpenAI]:
-    transport = httpx.Client(trust_env=False, timeout=20)
-    with openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0, http_client=transport) as client:
-        yield client
-
-
-@pytest.fixture
-def say(engine: FakeClient, tokenizer: Tokenizer) -> Any:
-    def script(text: str) -> None:
-        engine.script = tokenizer.encode(text)
-
-    return script
-
-
-@pytest.fixture
-def prompt(engine: FakeClient, tokenizer: Tokenizer) -> Any:
-    return lambda: tokenizer.decode(engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+def client(openai_client: openai.OpenAI) -> openai.OpenAI:
+    return openai_client
 
 
 def create(client: openai.OpenAI, **fields: Any) -> Any:
@@ -225,7 +169,7 @@ async def test_markers_are_parsed_even_if_special() -> None:
         token["special"] = True
     tokenizer, engine = Tokenizer(json.dumps(definition), {}), FakeClient()
     engine.script = tokenizer.encode("<mm:think>r</mm:think>c]~b]")
-    app = create_app(engine, tokenizer, ChatTemplate(TEMPLATE), GatewaySettings("tiny"))
+    app = create_app(engine, tokenizer, TEMPLATE, GatewaySettings("tiny"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
         answer = (await http.post("/v1/chat/completions", json={"messages": USER})).json()
     message = answer["choices"][0]["message"]

@@ -16,10 +16,10 @@ import httpx
 import msgspec
 import openai
 import pytest
+from chat_apis import FULL, NS, PARAMETERS, TEMPLATE, TWO_CALLS, call
 from fake_engine import TINY, FakeClient, serve
 from in_process import InProcessClient
 from PIL import Image
-from test_chat_tools import NS, TEMPLATE, TWO_CALLS, call
 
 from msaserve.config import EngineConfig
 from msaserve.engine.async_engine import AsyncEngine
@@ -35,12 +35,11 @@ from msaserve.tokenizer import Tokenizer
 WEATHER: Any = {
     "name": "weather",
     "description": "of a city",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "input_schema": PARAMETERS,
 }
 CLOCK: Any = {"name": "clock", "input_schema": {"type": "object"}, "type": "custom"}
 TOOLS = [WEATHER, CLOCK]
 USER: Any = [{"role": "user", "content": "hi"}]
-FULL = f"<mm:think>look it up</mm:think>One moment.{TWO_CALLS}"
 
 
 @contextmanager
@@ -52,35 +51,14 @@ def connected(url: str, **options: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[FakeClient, str]]:
-    client = FakeClient()
-    with serve(client, template=ChatTemplate(TEMPLATE)) as url:
-        yield client, url
-
-
-@pytest.fixture
-def engine(served: tuple[FakeClient, str]) -> FakeClient:
-    served[0].__init__()  # type: ignore[misc]
-    return served[0]
+def template() -> ChatTemplate:
+    return TEMPLATE
 
 
 @pytest.fixture
 def client(served: tuple[FakeClient, str], engine: FakeClient) -> Iterator[Any]:
     with connected(served[1]) as client:
         yield client
-
-
-@pytest.fixture
-def say(engine: FakeClient, tokenizer: Tokenizer) -> Any:
-    def script(text: str) -> None:
-        engine.script = tokenizer.encode(text)
-
-    return script
-
-
-@pytest.fixture
-def prompt(engine: FakeClient, tokenizer: Tokenizer) -> Any:
-    return lambda: tokenizer.decode(engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
 
 
 def create(client: Any, **fields: Any) -> Any:

@@ -6,16 +6,15 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from chat_apis import FULL, NS, PARAMETERS, TEMPLATE, call
 from fake_engine import TINY, FakeClient, serve
 from in_process import InProcessClient
 from test_app import wait_for
-from test_chat_tools import NS, TEMPLATE, TWO_CALLS, call
 
 from msaserve.config import EngineConfig
 from msaserve.engine.async_engine import AsyncEngine
@@ -29,45 +28,21 @@ WEATHER: Any = {
     "type": "function",
     "name": "weather",
     "description": "of a city",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "parameters": PARAMETERS,
     "strict": False,
 }
 CLOCK: Any = {"type": "function", "name": "clock"}
 TOOLS = [WEATHER, CLOCK]
-FULL = f"<mm:think>look it up</mm:think>One moment.{TWO_CALLS}"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[FakeClient, str]]:
-    client = FakeClient()
-    with serve(client, template=ChatTemplate(TEMPLATE)) as url:
-        yield client, url
+def template() -> ChatTemplate:
+    return TEMPLATE
 
 
 @pytest.fixture
-def engine(served: tuple[FakeClient, str]) -> FakeClient:
-    served[0].__init__()  # type: ignore[misc]
-    return served[0]
-
-
-@pytest.fixture
-def client(served: tuple[FakeClient, str], engine: FakeClient) -> Iterator[openai.OpenAI]:
-    transport = httpx.Client(trust_env=False, timeout=20)
-    with openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0, http_client=transport) as client:
-        yield client
-
-
-@pytest.fixture
-def say(engine: FakeClient, tokenizer: Tokenizer) -> Any:
-    def script(text: str) -> None:
-        engine.script = tokenizer.encode(text)
-
-    return script
-
-
-@pytest.fixture
-def prompt(engine: FakeClient, tokenizer: Tokenizer) -> Any:
-    return lambda: tokenizer.decode(engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+def client(openai_client: openai.OpenAI) -> openai.OpenAI:
+    return openai_client
 
 
 def create(client: openai.OpenAI, **fields: Any) -> Any:
