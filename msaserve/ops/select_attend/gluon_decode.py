@@ -21,7 +21,6 @@ from functools import partial
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -95,10 +94,14 @@ def _fetch_descriptor(NAME: gl.constexpr):
 
 
 @gluon.jit
-def _let_next_start():
-    """After this program's words are UNWRITTEN where every other program would see it."""
+def _make_visible():
+    """What this program has stored is where every other program would see it."""
     gl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     thread_barrier()
+
+
+@gluon.jit
+def _let_next_start():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -116,7 +119,7 @@ def _scan_kernel(
     index_q, index_k, block_table, seq_lens, cu_query_lens, scores, comb_scores, comb_blocks,
     max_blocks, stride_qt, stride_qh, stride_b, stride_sh, stride_st,
     H: gl.constexpr, QP: gl.constexpr, R: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, COMBS: gl.constexpr, PDL: gl.constexpr, OVERLAP: gl.constexpr, PREFETCH: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, RP: gl.constexpr, PDL: gl.constexpr, OVERLAP: gl.constexpr, PREFETCH: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with COMBS their best.
 
@@ -130,6 +133,7 @@ def _scan_kernel(
     keys: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=width)
     queries: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=width)
     columns: gl.constexpr = gl.SliceLayout(0, mma)
+    COMBS: gl.constexpr = RP > 0
 
     if PREFETCH:
         _fetch_descriptor("_scan_kernel_param_1")
@@ -172,11 +176,16 @@ def _scan_kernel(
     comb_at = (row * H + r // QP) * step + first
     if OVERLAP:
         for i in range(count):
-            gl.store(out + (first + i * step), gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
+            gl.store(
+                out + (first * RP + i if COMBS else first + i * step),
+                gl.full([R], UNWRITTEN, gl.int32, layout=columns),
+                mask=real,
+            )
         if COMBS:
             gl.store(comb_scores + comb_at, gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
             gl.store(comb_blocks + comb_at, gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
 
+        _make_visible()
     if PDL:
         _let_next_start()
     copy: gl.constexpr = gl.BlockedLayout([8, 1], [D // 8, 256 // D], [1, num_warps], [0, 1])
@@ -207,7 +216,7 @@ def _scan_kernel(
         seen = (n * BLOCK + offset)[:, None] < visible[None, :]
         # A NaN key compares false and is left out like an unseen one.
         best = gl.max(gl.where(seen & (s > float("-inf")), s, float("-inf")), 0)
-        gl.store(out + n, _order_key(best), mask=real)
+        gl.store(out + (first * RP + i if COMBS else n), _order_key(best), mask=real)
         if COMBS:
             comb_block = gl.where(best > comb_best, n, comb_block)
             comb_best = gl.maximum(best, comb_best)
@@ -237,12 +246,33 @@ def _least(x):
 
 
 @gluon.jit
-def _await(words, mask):
-    """The words once all of them are written; LOWEST where they are masked."""
-    x = gl.load(words, mask=mask, other=LOWEST, volatile=True)
-    while _greatest((x == UNWRITTEN).to(gl.int32)) != 0:
-        x = gl.load(words, mask=mask, other=LOWEST, volatile=True)
+def _read(words, PACK: gl.constexpr):
+    """The words as they are now: a plain load could be taken out of the loop that waits. PACK of them lie together."""
+    if PACK == 4:
+        x = gl.inline_asm_elementwise(
+            "ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l,l,l,l", [words.to(gl.int64)],
+            dtype=gl.int32, is_pure=False, pack=4,
+        )  # fmt: skip
+    elif PACK == 2:
+        x = gl.inline_asm_elementwise(
+            "ld.relaxed.gpu.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l,l", [words.to(gl.int64)],
+            dtype=gl.int32, is_pure=False, pack=2,
+        )  # fmt: skip
+    else:
+        x = gl.inline_asm_elementwise(
+            "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [words.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+        )
     return x
+
+
+@gluon.jit
+def _await(words, is_in, PACK: gl.constexpr, OVERLAP: gl.constexpr):
+    """The words once those that are in are written; LOWEST for the others. All of them must be readable."""
+    x = _read(words, PACK)
+    if OVERLAP:
+        while _greatest((is_in & (x == UNWRITTEN)).to(gl.int32)) != 0:
+            x = _read(words, PACK)
+    return gl.where(is_in, x, LOWEST)
 
 
 @gluon.jit
@@ -259,13 +289,16 @@ def _take_best(key, n, S, place):
     rest = key
     rounds = 0
     chosen = gl.full_like(place, NONE)
-    for i in range(S):
-        # Whatever equals the largest goes, so that the next round need not wait for the number of this one's.
-        top = _greatest(rest)
-        rounds += (top != LOWEST).to(gl.int32)
-        is_top = rest == top
-        chosen = gl.where(place == i, _least(gl.where(is_top, n, NONE)), chosen)
-        rest = gl.where(is_top, LOWEST, rest)
+    UNROLL: gl.constexpr = 2 - S % 2
+    for step in range(S // UNROLL):
+        for half in gl.static_range(UNROLL):
+            i = step * UNROLL + half
+            # Whatever equals the largest goes, so that the next round need not wait for the number of this one's.
+            top = _greatest(rest)
+            rounds += (top != LOWEST).to(gl.int32)
+            is_top = rest == top
+            chosen = gl.where(place == i, _least(gl.where(is_top, n, NONE)), chosen)
+            rest = gl.where(is_top, LOWEST, rest)
     total = _count(key != LOWEST)
     wanted = gl.minimum(total, S)
     if (rounds != wanted) | (total - _count(rest != LOWEST) != wanted):
@@ -287,28 +320,33 @@ def _force(key, is_in, n, first_local, num_blocks):
 @gluon.jit
 def _choose(
     scores, comb_scores, comb_blocks, num_blocks, local_blocks, place,
-    S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr, num_warps: gl.constexpr,
+    S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """[SP] block ids of one row of scores, best first. With RP > 0 through CP combs, as `select.choose_blocks` does."""
     first_local = num_blocks - local_blocks
     combs: gl.constexpr = CP
+    # As `_whole` lays them out.
+    PACK: gl.constexpr = 4 if CP >= 128 else 1
     c = gl.arange(0, CP, layout=_whole(CP, num_warps))
     is_in = c < num_blocks
     if RP == 0:
-        key = _await(scores + c, is_in)
+        key = _await(scores + c, is_in, PACK, OVERLAP)
         chosen = _take_best(_force(key, is_in, c, first_local, num_blocks), c, S, place)
     else:
-        best = _await(comb_scores + c, is_in)
-        block = _await(comb_blocks + c, is_in)
+        best = _await(comb_scores + c, is_in, PACK, OVERLAP)
+        block = _await(comb_blocks + c, is_in, PACK, OVERLAP)
         # A forced block stands for its comb, the last of them if it has several.
         last = c + (num_blocks - 1 - c) // combs * combs
         block = gl.where(is_in, gl.where(last >= first_local, last, block), NONE)
         top = _take_best(_force(best, is_in, block, first_local, num_blocks), block, S, place)
         grid: gl.constexpr = _whole_2d(SP, RP, num_warps)
-        start = gl.convert_layout(gl.where(top < num_blocks, top % combs, NONE // 2), gl.SliceLayout(1, grid))
-        n = start[:, None] + (gl.arange(0, RP, layout=gl.SliceLayout(0, grid)) * combs)[None, :]
-        is_in = n < num_blocks
-        key = _await(scores + n, is_in)
+        comb = gl.convert_layout(gl.where(top < num_blocks, top % combs, -1), gl.SliceLayout(1, grid))[:, None]
+        turn = gl.arange(0, RP, layout=gl.SliceLayout(0, grid))[None, :]
+        n = comb + turn * combs
+        is_in = (comb >= 0) & (n < num_blocks)
+        # A comb's scores lie together.
+        key = _await(scores + (gl.maximum(comb, 0) * RP + turn), is_in, min(RP, 4), OVERLAP)
+        n = gl.where(is_in, n, NONE)
         chosen = _take_best(_force(key, is_in, n, first_local, num_blocks), n, S, place)
     return gl.where((place < num_blocks) & (place < S), chosen, -1)
 
@@ -390,13 +428,12 @@ def _attend_kernel(
     g = gl.arange(0, 16, layout=columns)
     d = gl.arange(0, D, layout=gl.SliceLayout(1, mma))
     part = ((row * gl.num_programs(1) + head) * SPLITS + split) * G + g
-    if PDL and not OVERLAP:
-        _wait_for_launch_before()
     if PDL:
-        if SPLITS > 1 and OVERLAP:
+        if SPLITS > 1:
             unwritten = gl.full([D, 16], UNWRITTEN, gl.int32, layout=mma)
             gl.store(partial_out + part[None, :] * D + d[:, None], unwritten, mask=(g < G)[None, :])
             gl.store(partial_lse + part, gl.full([16], UNWRITTEN, gl.int32, layout=columns), mask=g < G)
+            _make_visible()
         _let_next_start()
     if SCALED_K:
         scale_log2 *= gl.load(k_scale + head * stride_ks)
@@ -409,10 +446,12 @@ def _attend_kernel(
         # All of the request's pages are at hand before the scores are.
         numbers = gl.arange(0, CP, layout=_whole(CP, num_warps))
         pages = gl.load(table + numbers, mask=numbers < num_blocks, other=0)
+    if PDL and not OVERLAP:
+        _wait_for_launch_before()
     at = (row * gl.num_programs(1) + head) * CP
     ids = _choose(
         scores + head.to(gl.int64) * stride_sh + row * stride_st, comb_scores + at, comb_blocks + at,
-        num_blocks, local_blocks, place, S, SP, CP, RP, num_warps,
+        num_blocks, local_blocks, place, S, SP, CP, RP, OVERLAP, num_warps,
     )  # fmt: skip
     if RP > 0:
         numbers = ids
@@ -490,44 +529,37 @@ def _attend_kernel(
         _wait_for_launch_before()
 
 
-@triton.jit
+@gluon.jit
 def _merge_kernel(
-    partial_out,
-    partial_lse,
-    out,
-    stride_ot,
-    stride_oh,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-    STRICT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    partial_out, partial_lse, out, stride_ot, stride_oh,
+    G: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr, STRICT: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
     """Query head program_id(0) of query token program_id(1): its partials, once they are written, weighed."""
-    query_head = tl.program_id(0)
-    t = tl.program_id(1).to(tl.int64)
-    num_kv_heads = tl.num_programs(0) // G
-    split = tl.arange(0, SPLITS)
-    d = tl.arange(0, D)
+    lanes: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [num_warps, 1], [1, 0])
+    query_head = gl.program_id(0)
+    t = gl.program_id(1).to(gl.int64)
+    num_kv_heads = gl.num_programs(0) // G
+    split = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, lanes))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, lanes))
     part = ((t * num_kv_heads + query_head // G) * SPLITS + split) * G + query_head % G
     if PDL:
-        if not OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    lse = tl.load(partial_lse + part, volatile=True)
-    acc = tl.load(partial_out + part[:, None] * D + d[None, :], volatile=True)
-    while tl.min(tl.min((acc != -1).to(tl.int32), 0), 0) + tl.min((lse != -1).to(tl.int32), 0) != 2:
-        lse = tl.load(partial_lse + part, volatile=True)
-        acc = tl.load(partial_out + part[:, None] * D + d[None, :], volatile=True)
-    lse = lse.to(tl.float32, bitcast=True)
-    best = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(best == float("-inf"), 0.0, best))
-    total = tl.sum(weight, 0)
-    merged = tl.sum(acc.to(tl.float32, bitcast=True) * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + t * stride_ot + query_head * stride_oh + d, merged.to(out.dtype.element_ty))
+        _let_next_start()
+    sums = partial_lse + part
+    words = partial_out + part[:, None] * D + d[None, :]
+    lse = _read(sums, 1)
+    acc = _read(words, 4)
+    while gl.max(gl.max((acc == UNWRITTEN).to(gl.int32), 0), 0) + gl.max((lse == UNWRITTEN).to(gl.int32), 0) != 0:
+        lse = _read(sums, 1)
+        acc = _read(words, 4)
+    lse = lse.to(gl.float32, bitcast=True)
+    best = gl.max(lse, 0)
+    weight = gl.exp2(lse - gl.where(best == float("-inf"), 0.0, best))
+    total = gl.sum(weight, 0)
+    merged = gl.sum(acc.to(gl.float32, bitcast=True) * weight[:, None], 0) / gl.where(total == 0.0, 1.0, total)
+    gl.store(out + t * stride_ot + query_head * stride_oh + d, merged.to(out.dtype.element_ty))
     if PDL and STRICT:
-        tl.extra.cuda.gdc_wait()
+        # Whoever waits for this launch waits for the ones before it too.
+        _wait_for_launch_before()
 
 
 def _topk_pad(topk: int) -> int:
@@ -629,7 +661,8 @@ def select_attend(
 
     combs, run = _combs(num_blocks, num_requests, topk, programs, direct)
     per_program = triton.cdiv(num_blocks, combs)
-    scores = empty((num_kv_heads, num_rows, num_blocks))
+    width = combs if run else max(topk_pad, triton.next_power_of_2(num_blocks))
+    scores = empty((num_kv_heads, num_rows, width * max(run, 1)))
     comb_scores, comb_blocks = scores, scores
     if run:
         comb_scores = empty((num_rows, num_kv_heads, combs))
@@ -656,7 +689,7 @@ def select_attend(
         D=index_dim,
         BLOCK=block_size,
         STAGES=scan_stages or min(2, per_program),
-        COMBS=run > 0,
+        RP=run,
         EARLY=early,
         OVERLAP=overlap,
         PREFETCH=prefetch,
@@ -711,7 +744,7 @@ def select_attend(
         TILE=tile,
         S=topk,
         SP=topk_pad,
-        CP=combs if run else max(topk_pad, triton.next_power_of_2(num_blocks)),
+        CP=width,
         RP=run,
         SPLITS=splits,
         STAGES=stages or min(3, triton.cdiv(pieces, splits)),
@@ -734,7 +767,6 @@ def select_attend(
             D=dim,
             SPLITS=splits,
             STRICT=strict,
-            OVERLAP=overlap,
             num_warps=1,
             **pdl,
         )
