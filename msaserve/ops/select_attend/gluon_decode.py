@@ -464,7 +464,7 @@ def _attend_kernel(
         gl.store(block_ids + head * stride_ih + row * stride_it + place, ids, mask=place < S)
 
     best = gl.full([16], float("-inf"), gl.float32, layout=columns)
-    total = gl.zeros([16], gl.float32, layout=columns)
+    weights = gl.zeros([TILE, 16], gl.float32, layout=mma)
     acc = gl.zeros([D, 16], gl.float32, layout=mma)
     offset = gl.arange(0, TILE, layout=gl.SliceLayout(1, mma))
     if NARROW:
@@ -501,7 +501,7 @@ def _attend_kernel(
         base = gl.where(higher == float("-inf"), 0.0, higher)
         p = gl.exp2(s - base[None, :])
         fade = gl.exp2(best - base)
-        total = total * fade + gl.sum(p, 0)
+        weights = weights * fade[None, :] + p
         best = higher
         p_smem.store(gl.permute(p.to(element), (1, 0)))
         fence_async_shared()
@@ -513,6 +513,7 @@ def _attend_kernel(
             thread_barrier()
             _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, place, piece + STAGES * SPLITS, stage, head, PARTS, TILE, BYTES)  # fmt: skip
 
+    total = gl.sum(weights, 0)
     is_empty = total == 0.0
     acc = acc / gl.where(is_empty, 1.0, total)[None, :]
     if SCALED_V:
