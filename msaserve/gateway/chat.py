@@ -113,9 +113,6 @@ class ChatTemplate:
             InvalidRequestError: the template fails, or there are more than max_tokens tokens and the text is long.
         """
         strings = _strings([*messages, *tools])
-        if max_tokens is not None:
-            for string in strings:
-                check_length(tokenizer, string, max_tokens, param="messages")
         guard = new_guard([self._source, *strings, *_strings(kwargs)])
         guarded = [
             {key: _guard(tokenizer, value, guard, message.get("role") == "assistant") if key != "role" else value
@@ -135,8 +132,8 @@ class ChatTemplate:
 
 def check_length(tokenizer: Tokenizer, text: str, max_tokens: int, *, param: str) -> None:
     """Refuse a text that is far too long before all of it is tokenised. Raises InvalidRequestError."""
-    if len(text) <= 4 * 65_536:
-        return
+    if len(text) <= 4 * 65_536 or len(text.encode("utf-8", "surrogatepass")) <= max_tokens:
+        return  # no token is less than a byte
     count = tokenizer.count_beyond(text, max_tokens)
     if count is not None:
         raise InvalidRequestError(
