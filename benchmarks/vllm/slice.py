@@ -104,17 +104,21 @@ def start(
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
         **options,
     )
-    llm.apply_model(scale_attention)
+    llm.apply_model(make_tokens_tell)
     return llm
 
 
-def scale_attention(model: Any) -> float:
-    """Make what attention adds large beside the embeddings, as in a trained model. Returns the weights' checksum."""
+def make_tokens_tell(model: Any) -> float:
+    """Make what attention adds large beside the embeddings, as in a trained model, and the output head another matrix
+    than the embeddings: of equal shape, both are filled alike, and every token would repeat itself. Returns the
+    attention weights' checksum."""
     total = 0.0
     for name, weight in model.named_parameters():
         if "qkv_proj" in name or "o_proj" in name:
             weight.data.mul_(16)
             total += float(weight.data[0].double().abs().sum())
+        elif "lm_head" in name:
+            weight.data.copy_(weight.data.roll(1, dims=1))
     return total
 
 
