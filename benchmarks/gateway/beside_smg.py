@@ -2,15 +2,18 @@
 
 The worker answers every request with one token as soon as it has read the message, so what is measured is the way from
 HTTP to a message with patches and back. Every request holds new media: nothing is found in a cache. Prints a Markdown
-table of medians and minima in milliseconds. smg decodes clips with the ffmpeg programs and is left out where there are
-none.
+table of medians and minima in milliseconds, then requests a second of many clients at once, and memory. smg decodes
+clips with the ffmpeg programs and is left out where there are none.
 
-    python benchmarks/gateway/beside_smg.py
+    python benchmarks/gateway/beside_smg.py --clip-seconds 60
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -31,17 +34,24 @@ from msaserve.config import EngineConfig
 from msaserve.engine.async_engine import AsyncEngine
 from msaserve.engine.engine import Engine
 from msaserve.rpc.media import shm_names
+from msaserve.worker import server as worker_server
 from msaserve.worker import servicer
 from msaserve.worker.served import ServedModel
 from msaserve.worker.server import WorkerServer
 
 SMG = Path(sys.executable).with_name("smg")
 OURS, THEIRS = "msaserve", "smg"
+LONG = "text of 480,000 characters"
 PORTS = {OURS: 18701, THEIRS: 18702}
 
 
 class Answering(servicer.Servicer):
-    """A worker that takes the tensors and answers at once."""
+    """A worker that takes the tensors and answers at once. Prompts may have a million tokens."""
+
+    async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+        info = await super().GetModelInfo(request, context)
+        info.max_context_length, info.max_req_input_len = 2**20, 2**20 - 1
+        return info
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         for name in shm_names(
@@ -60,10 +70,13 @@ class Answering(servicer.Servicer):
 @dataclass(frozen=True)
 class BesideOptions(Options):
     repeats: int = 15
+    num_clients: int = 64
+    seconds: float = 5.0
+    """For which they ask."""
 
 
 async def measure(options: BesideOptions) -> None:
-    servicer.Servicer.Generate = Answering.Generate  # type: ignore[method-assign]
+    worker_server.Servicer = Answering  # type: ignore[misc]
     engine = Engine.from_checkpoint(options.checkpoint, EngineConfig(kv_cache_gib=0.05), show_progress=False)
     server = WorkerServer(AsyncEngine(engine), ServedModel.of(engine))
     address = f"grpc://127.0.0.1:{await server.start('127.0.0.1:0')}"
@@ -82,12 +95,15 @@ async def measure(options: BesideOptions) -> None:
             await until_ready(client)
         model = (await clients[OURS].get("/v1/models")).json()["data"][0]["id"]
         print("| request | msaserve, median | smg, median | msaserve, best | smg, best |\n|---|---|---|---|---|")
-        text = Case("text", "image", b"", 0)
-        for number, case in enumerate([text, *cases(options)]):
+        texts = [Case("text", "image", b"", 0), Case(LONG, "image", b"", 0)]
+        for number, case in enumerate([*texts, *cases(options)]):
             times = await run(clients, model, case, number, options.repeats)
             row = [statistics.median(t) * 1e3 if t else None for t in times.values()]
             row += [min(t) * 1e3 if t else None for t in times.values()]
             print(f"| {case.name} | " + " | ".join("–" if v is None else f"{v:.1f}" for v in row) + " |", flush=True)
+        for name in clients:
+            rate = await requests_a_second(PORTS[name], model, options)
+            print(f"\n{name}: {rate:.0f} requests of text a second, {options.num_clients} clients")
         for name, process in running.items():
             tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
             print(f"{name}: {', '.join(str(p.memory_info().rss >> 20) for p in tree)} MiB")
@@ -108,7 +124,8 @@ async def run(
             if name == THEIRS and case.modality == "video" and not has_programs:
                 continue
             kind = f"{case.modality}_url"
-            parts: list[dict[str, Any]] = [{"type": "text", "text": "What is this?"}]
+            words = long_text(i) if case.name == LONG else "What is this?"
+            parts: list[dict[str, Any]] = [{"type": "text", "text": f"{words}{i}"}]
             for part in range(case.count):
                 unique = (number * 10_000_000 + i * 1000 + part).to_bytes(8, "little")
                 parts.append({"type": kind, kind: {"url": url(case.data + unique)}})
@@ -121,6 +138,37 @@ async def run(
             if i >= 2:
                 times[name].append(elapsed)
     return times
+
+
+def long_text(seed: int) -> str:
+    """480,000 characters of words that no request before had in this order."""
+    words = ["the", "quick", "brown", "fox", "over", "a", "lazy", "Zürich", "1234", "(maybe)", "foo_bar", "=", "5.6\n"]
+    return " ".join(random.Random(seed).choices(words, k=130_000))[:480_000]
+
+
+async def requests_a_second(port: int, model: str, options: BesideOptions) -> float:
+    """Sockets and bytes alone: an HTTP library would be what is measured."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is this?"}], "max_tokens": 4})
+    head = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    request = "\r\n".join([*head, f"Content-Length: {len(body)}", "", body]).encode()
+
+    async def ask_until(end: float) -> int:
+        count = 0
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while time.perf_counter() < end:
+            writer.write(request)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+            length = re.search(rb"content-length: (\d+)", answer, re.IGNORECASE)
+            assert length is not None, answer
+            await reader.readexactly(int(length[1]))
+            count += 1
+        writer.close()
+        return count
+
+    start = time.perf_counter()
+    counts = await asyncio.gather(*(ask_until(start + options.seconds) for _ in range(options.num_clients)))
+    return sum(counts) / (time.perf_counter() - start)
 
 
 async def until_ready(client: httpx.AsyncClient) -> None:
