@@ -19,6 +19,8 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -163,25 +165,32 @@ def main() -> None:
     end = time.monotonic() + options.seconds
     operators = tuple(options.operators.split(","))
     wanted = trials(options.cases, options.only, options.device, getattr(torch, options.dtype))
-    is_short = options.cases == "small"
     results: list[Result] = []
-    skipped = []
+    done: set[str] = set()
+
+    def keep(found: list[Result]) -> None:
+        """Said at once: a run that is cut off leaves what it found."""
+        results.extend(found)
+        failures = [result for result in found if result.failure is not None]
+        done.update(result.trial for result in found)
+        print(f"{len(done)}/{len(wanted)} {found[0].trial}: {len(found)} checks, {len(failures)} failures", flush=True)
+        for result in failures:
+            print(f"    {result.operator} {result.impl}: {result.failure}", flush=True)
+
+    task = partial(run_alone, operators=operators, is_short=options.cases == "small")
     if options.jobs == 1:
         for trial in wanted:
-            if time.monotonic() > end:
-                skipped.append(trial.name)
-                continue
-            results += run_alone(trial, operators, is_short)
+            if time.monotonic() < end:
+                keep(task(trial))
     else:
         context = multiprocessing.get_context("spawn")
         with context.Pool(options.jobs, maxtasksperchild=1 if options.device == "cuda" else None) as pool:
-            pending = {trial.name: pool.apply_async(run_alone, (trial, operators, is_short)) for trial in wanted}
-            for name, result in pending.items():
-                try:
-                    results += result.get(timeout=max(0.1, end - time.monotonic()))
-                except multiprocessing.TimeoutError:
-                    skipped.append(name)
+            found = pool.imap_unordered(task, wanted)
+            with suppress(StopIteration, multiprocessing.TimeoutError):
+                while True:
+                    keep(found.next(timeout=max(0.1, end - time.monotonic())))
             pool.terminate()
+    skipped = [trial.name for trial in wanted if trial.name not in done]
     if options.device == "cuda":
         import triton
 

@@ -191,8 +191,8 @@ class Conformance:
     # Selection
 
     def _select(self, impl: str, case: Case) -> torch.Tensor:
-        out = torch.full((case.spec.num_kv_heads, case.q.shape[0], case.spec.topk), -7, dtype=torch.int32)
-        out = out.to(case.q.device)
+        shape = (case.spec.num_kv_heads, case.q.shape[0], case.spec.topk)
+        out = torch.full(shape, -7, dtype=torch.int32, device=case.q.device)
         args = (case.index_q, case.index_k_cache, *case.batch)
         result = self._call("select_blocks", impl, *args, **case.selection_options, out=out)
         self._expect(result is out, "out is not what was given")
@@ -234,7 +234,8 @@ class Conformance:
         """By how much of the largest score involved a wrongly chosen block is worse than one left out."""
         case, spec = self.case, self.trial.spec
         heads, rows = differing.nonzero(as_tuple=True)
-        self._expect(len(rows) <= 0.02 * differing.numel() + 8, f"{len(rows)} of {differing.numel()} rows differ")
+        share = 0.02 if self.trial.scales is None else 0.1
+        self._expect(len(rows) <= share * differing.numel() + 8, f"{len(rows)} of {differing.numel()} rows differ")
         where = query_rows(case.seq_lens, case.cu_query_lens, case.q.shape[0])
         worst = 0.0
         for i in range(0, len(rows), 64):

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -103,3 +106,16 @@ def test_poisoned_memory_is_nan_and_left_so_no_longer() -> None:
         assert torch.empty(5).isnan().all()
         assert torch.empty_like(torch.zeros(3, dtype=torch.int32)).min() > 1 << 30
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.skipif(HAS_CARD, reason="a card runs the whole of it")
+def test_the_script_prints_a_table_and_says_what_failed() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "ops" / "conformance.py"
+    options = ["--device", "cpu", "--dtype", "float16", "--cases", "small", "--only", "m3", "--jobs", "1"]
+    # The interpreter rounds 8-bit values wrongly (above): failures to be told.
+    command = [sys.executable, str(script), *options, "--operators", "combine,norm_rope_store"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    assert done.returncode == 1, done.stderr
+    assert "| combine | triton | 3 | 0 | 0 | " in done.stdout
+    assert "FAILED norm_rope_store triton [m3, fp8 per head]: k: no neighbour" in done.stdout
+    assert "3 cases, 6 checks, 2 failures" in done.stdout
