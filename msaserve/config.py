@@ -171,6 +171,8 @@ class EngineConfig:
     """Tokens computed in one step; longer prompts are processed in chunks."""
     max_num_seqs: int = 64
     """Requests computed in one step."""
+    max_queue: int | None = 1024
+    """Outputs that may wait for their first step; further requests are refused (HTTP 429). None: any number."""
     kv_cache_gib: float | None = None
     """Memory of the paged cache. None: on a CPU 4 GiB or a quarter of the free memory, whichever is smaller; on a GPU
     0.9 of what is free once the weights are loaded."""
@@ -184,7 +186,7 @@ class EngineConfig:
     """Seeds the requests that name no seed of their own."""
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_gib"):
+        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_queue", "kv_cache_gib"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidRequestError(f"{name} must be positive, not {value}", param=name)

@@ -61,7 +61,7 @@ class LLM:
 
     Args:
         checkpoint: a directory in the released format, with tokenizer.json unless all prompts are token ids.
-        options: fields of `EngineConfig`.
+        options: fields of `EngineConfig`; any number of prompts may wait, whatever max_queue says.
 
     Raises:
         CheckpointError: the checkpoint cannot be served.
@@ -71,7 +71,10 @@ class LLM:
 
     def __init__(self, checkpoint: str | Path, **options: Any) -> None:
         directory = Path(checkpoint)
-        self._engine: Engine | None = Engine.from_checkpoint(directory, EngineConfig(**options))
+        self._engine: Engine | None = Engine.from_checkpoint(
+            directory,
+            EngineConfig(**{**options, "max_queue": None}),  # whoever waits for a whole batch is not sent away
+        )
         self._tokenizer = Tokenizer.load(directory) if (directory / "tokenizer.json").exists() else None
         self._template = ChatTemplate.load(directory)
         self._ids = itertools.count()

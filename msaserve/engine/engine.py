@@ -94,6 +94,7 @@ class Engine:
             vocab_size=model_config.text.vocab_size,
             eos_token_ids=model_config.eos_token_ids,
             enable_prefix_cache=config.enable_prefix_cache,
+            max_queue=config.max_queue,
         )
         graphs = None
         if config.enable_decode_graphs and device.type == "cuda":

@@ -35,10 +35,17 @@ class HttpOptions:
     """On SIGTERM or SIGINT: how long requests in flight may go on. A second signal ends the server at once."""
     max_body_mib: int = 64
     """Largest request body."""
+    stall_seconds: int = 300
+    """A client that takes nothing of its answer for so long is cut off, and its request ends."""
     access_log: bool = False
     """One line of JSON on standard error for every request."""
     otlp_traces_endpoint: str | None = None
     """Send OpenTelemetry spans there, such as http://127.0.0.1:4317. Default: OTEL_EXPORTER_OTLP_ENDPOINT, if set."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("drain_seconds", 0), ("max_body_mib", 1), ("stall_seconds", 1)):
+            if getattr(self, name) < least:
+                raise InvalidRequestError(f"{name} must be at least {least}", param=name)
 
     def listen(self) -> socket.socket:
         """Set logging up and bind the address. Raises BindError."""
@@ -47,7 +54,7 @@ class HttpOptions:
             print(
                 f"msaserve: warning: {self.host} is reachable from elsewhere and there is no --api-key", file=sys.stderr
             )
-        return bind(self.host, self.port)
+        return bind(self.host, self.port, stall_seconds=self.stall_seconds)
 
     @property
     def key(self) -> str | None:

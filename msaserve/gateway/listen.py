@@ -13,8 +13,10 @@ class BindError(MsaserveError):
     """The address cannot be listened on."""
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, stall_seconds: float | None = None) -> socket.socket:
     """A bound socket that does not listen yet: clients are refused, not kept waiting, while a model loads.
+
+    stall_seconds: a connection ends when its client has taken nothing of what was sent for so long. None: never.
 
     Raises:
         BindError: the port is in use, or the address is not this machine's.
@@ -30,6 +32,9 @@ def bind(host: str, port: int) -> socket.socket:
         raise BindError(f"cannot listen on {host} port {port}: {error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if stall_seconds is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Connections inherit it. The kernel's own: what waits in its buffers is nobody else's to take back.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_seconds * 1000))
         listener.bind(address)
     except OSError as error:
         listener.close()

@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(golden("tiny")[0], device="cpu", max_model_len=1024, max_num_seqs=8) as llm:
+    with LLM(golden("tiny")[0], device="cpu", max_model_len=1024, max_num_seqs=2, max_queue=1) as llm:
         yield llm
 
 

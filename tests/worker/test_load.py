@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import signal
 import socket
 from contextlib import ExitStack
@@ -69,6 +70,29 @@ async def test_500_streams_with_slow_readers() -> None:
         assert sum(p.num_fds() for p in family) < 300  # no connection is left
         assert server.end(signal.SIGTERM) == 0
         assert "Traceback" not in server.log
+
+
+async def test_a_client_that_never_reads_is_cut_off() -> None:
+    with serve("--stall-seconds", "1") as server:
+        url = await asyncio.to_thread(server.line, URL)
+        address = urlsplit(url)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.connect((address.hostname, address.port))
+            body = json.dumps(completion(max_tokens=4000, n=8)).encode()
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=SECONDS) as http:
+                seen = set()
+                for _ in range(200):
+                    metrics = (await http.get("/metrics")).text
+                    seen |= set(re.findall(r"smg_http_connections_active (\S+)|num_requests_running\S+ (\S+)", metrics))
+                    if ("2.0", "") in seen and "smg_http_connections_active 1.0" in metrics:
+                        break
+                    await asyncio.sleep(0.1)
+                assert ("", "8.0") in seen, seen
+                assert "smg_http_connections_active 1.0" in metrics
+                assert 'msaserve:num_requests_running{model_name="tiny"} 0.0' in metrics
+                assert 'msaserve:generation_tokens_total{model_name="tiny"} 32000.0' not in metrics
 
 
 async def test_a_worker_killed_under_load() -> None:

@@ -31,7 +31,8 @@ from worker_driver import (
     tokens,
 )
 
-from msaserve.errors import InvalidRequestError
+from msaserve.config import EngineConfig
+from msaserve.errors import BusyError, InvalidRequestError
 from msaserve.gateway.client import EngineClient
 from msaserve.pixels import normalize
 from msaserve.rpc import shm
@@ -233,6 +234,24 @@ async def test_going_away_frees_the_pages() -> None:
         call.cancel()
         await worker.until_empty()
         assert worker.engine.load().num_output_tokens < 1000
+
+
+async def test_a_full_queue() -> None:
+    async with running_worker(new_engine(max_num_seqs=1, max_queue=2)) as worker:
+        task = asyncio.create_task(read(worker.client, request("a", max_tokens=3000)))
+        await worker.until(2)
+        waiting = asyncio.create_task(read(worker.client, request("b", max_tokens=1)))
+        while worker.engine.load().num_waiting < 1:
+            await asyncio.sleep(0.005)
+        with pytest.raises(BusyError, match="queue is full"):
+            await read(worker.client, request("c", n=2))  # there is room for one of its outputs
+        assert worker.engine.load().num_waiting == 1
+        await worker.client.abort("a")
+        await task
+        assert len(tokens(await waiting)) == 1
+        assert len(tokens(await read(worker.client, request("d", max_tokens=1)))) == 1
+    with pytest.raises(InvalidRequestError, match="max_queue must be positive"):
+        EngineConfig(max_queue=0)
 
 
 async def test_abort_by_id() -> None:
