@@ -179,6 +179,8 @@ class _Spellings:
         self._suffixes = {t[i:] for t in tokens for i in range(1, len(t))}
         self._infixes = {t[i:j] for t in tokens for i in range(1, len(t)) for j in range(i + 1, len(t))}
         self._sizes = range(1, max((len(t) for t in tokens), default=0))
+        self._first_chars = {t[0] for t in tokens}
+        self._last_chars = {t[-1] for t in tokens}
 
     def guard(self, text: str, guard: str) -> str:
         if self._pattern is None or not text:
@@ -190,12 +192,21 @@ class _Spellings:
         if not body:
             return text
         is_inside = text in self._infixes or body in self._infixes
-        leads = is_inside or any(t[:k] in self._suffixes for t in (text, body) for k in self._sizes)
-        trails = is_inside or any(t[-k:] in self._prefixes for t in (text, body) for k in self._sizes)
+        leads = is_inside or any(self._begins_with_an_end(t) for t in (text, body))
+        trails = is_inside or any(self._ends_with_a_beginning(t) for t in (text, body))
         if any(h in body for h in self._heads):
             # Overlapping spellings: each first character gets its own guard.
             body = self._break_spellings(body, guard)
         return f"{head}{guard if leads else ''}{body}{guard if trails else ''}{tail}"
+
+    def _begins_with_an_end(self, text: str) -> bool:
+        # A short look first: most texts have none of these characters there.
+        head = text[: self._sizes.stop]
+        return any(c in head for c in self._last_chars) and any(head[:k] in self._suffixes for k in self._sizes)
+
+    def _ends_with_a_beginning(self, text: str) -> bool:
+        tail = text[-self._sizes.stop :]
+        return any(c in tail for c in self._first_chars) and any(tail[-k:] in self._prefixes for k in self._sizes)
 
     def _break_spellings(self, text: str, guard: str) -> str:
         assert self._pattern is not None

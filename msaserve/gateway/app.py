@@ -266,7 +266,8 @@ class Gateway:
                 )
         token_ids, items = await self._encode_chat(request, asked, kwargs, tools.offered, model, size, stack)
         thinking = thinking_mode(self._tokenizer.token_text(token_ids[-1]) if token_ids else "")
-        token_ids += self._tokenizer.encode(tools.prefix)
+        if tools.prefix:
+            token_ids += self._tokenizer.encode(tools.prefix)
         return ChatPrompt(token_ids, items, lambda: ChatOutput(tools, thinking), constraint)
 
     async def completions(self, request: Request) -> ASGIApp:
