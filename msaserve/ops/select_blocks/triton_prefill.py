@@ -164,17 +164,11 @@ def _bitonic_stage(x, K: tl.constexpr, J: tl.constexpr):
 
 
 @triton.jit
-def _sort(x, LOG: tl.constexpr):
-    """The 2^LOG elements of x, descending."""
+def _merge(top, x, LOG: tl.constexpr):
+    """The largest 2^LOG of `top`, descending, and x, in any order, both of 2^LOG elements."""
     for k in tl.static_range(LOG):
         for j in tl.static_range(k + 1):
             x = _bitonic_stage(x, 2 << k, 1 << (k - j))
-    return x
-
-
-@triton.jit
-def _merge(top, x, LOG: tl.constexpr):
-    """The largest 2^LOG of `top` and x, both of 2^LOG elements; all descending."""
     kept = ()
     for i in tl.static_range(len(x)):
         kept = kept + (tl.maximum(top[i], x[(1 << LOG) - 1 - i]),)
@@ -232,7 +226,7 @@ def _choose(
         xs = ()
         for u in tl.static_range(UNROLL):
             xs = xs + (_scores_of(scores, start + u, count, ROWS),)
-        top = _merge(top, _sort(xs, LOG), LOG)
+        top = _merge(top, xs, LOG)
     if SEGMENTS > 1:
         # each segment's list through scratch, then every row's k-th largest of all lists
         place = segment * (UNROLL * R) + tl.arange(0, R)[:, None]
