@@ -12,7 +12,9 @@ from fake_engine import FakeClient
 
 from msaserve.errors import BusyError, EngineError, InvalidRequestError, OverloadedError
 from msaserve.gateway.client import Breaker
+from msaserve.gateway.kv_index import PromptBlocks
 from msaserve.gateway.router import SEGMENT_TOKENS, Router
+from msaserve.kv_events import BlocksCleared, BlocksStored, KvBlock, KvEventBatch
 from msaserve.types import GenerateRequest, SamplingParams, TokenEvent
 
 
@@ -89,6 +91,41 @@ async def test_a_prefix_goes_where_it_was() -> None:
     request = GenerateRequest(request_id="s", prompt_token_ids=prompt(0, 4), cache_salt="x")
     async for _ in fleet.router.generate(request):
         pass
+    await fleet.router.close()
+
+
+async def test_of_two_homes_the_idler() -> None:
+    fleet = Fleet(3)
+    asked = PromptBlocks(fleet.request(prompt(1, 4)))
+    for backend in fleet.router._backends[:2]:
+        backend.remember(asked)
+    fleet.router._backends[0].num_active = 1
+    for _ in range(3):
+        assert fleet.router._choose(asked, []) is fleet.router._backends[1]
+    fleet.router._backends[1].num_active = 2
+    for _ in range(3):
+        assert fleet.router._choose(asked, []) is fleet.router._backends[0]
+    await fleet.router.close()
+
+
+async def test_of_a_worker_that_sends_events_only_the_last_moments_are_guessed() -> None:
+    """What it was just sent is counted before its event comes, and not any more if none did."""
+    fleet = Fleet(2)
+    asked = PromptBlocks(fleet.request(prompt(1, 4)))
+    backend = fleet.router._backends[0]
+    backend.remember(asked)
+    fleet.clock.now += 100
+    assert backend.num_known(asked) == 4 * SEGMENT_TOKENS
+    backend.blocks.admit(KvEventBatch(number=1, timestamp=0, events=[], snapshot=(0, 1)))
+    assert backend.num_known(asked) == 0
+    backend.remember(asked)
+    fleet.clock.now += 1
+    assert backend.num_known(asked) == 4 * SEGMENT_TOKENS
+    backend.blocks.admit(KvEventBatch(number=2, timestamp=0, events=[BlocksCleared()]))
+    assert backend.num_known(asked) == 0
+    block = KvBlock(7, prompt(1, 4)[:512])
+    backend.blocks.admit(KvEventBatch(number=3, timestamp=0, events=[BlocksStored([block], None)]))
+    assert backend.num_known(asked) == 512
     await fleet.router.close()
 
 

@@ -160,3 +160,22 @@ async def test_evicted_blocks_are_not_counted() -> None:
 
 def _hashes(worker: Worker, prompt: list[int]) -> BlockHashes:
     return BlockHashes(array("i", prompt), block_size=worker.engine.scheduler.config.block_size)
+
+
+async def test_another_worker_behind_the_address_begins_anew() -> None:
+    prompt = [i % 400 + 3 for i in range(100)]
+    asked = PromptBlocks(request("x", prompt))
+    index = KvIndex()
+    async with running_worker() as first:
+        client = GrpcClient(f"grpc://127.0.0.1:{first.port}")
+        following = asyncio.create_task(follow(client, index, name="w"))
+        await read(client, request("a", prompt, max_tokens=2))
+        await until(lambda: index.num_tokens(asked) == 96)
+        number = index.number
+    async with running_worker(port=first.port) as second:
+        await until(lambda: index.number > number)
+        assert index.num_tokens(asked) == 0
+        await read(second.client, request("b", prompt, max_tokens=2))
+        await until(lambda: index.num_tokens(asked) == 96)
+        following.cancel()
+        await client.close()
