@@ -162,6 +162,8 @@ class Grammars:
             raise InvalidRequestError("it is not valid Unicode") from None
         except RecursionError:
             raise InvalidRequestError("it is nested too deep") from None
+        except ValueError as error:  # of llguidance's reader
+            raise InvalidRequestError(_short(str(error))) from None
         if matcher.is_error():
             raise InvalidRequestError(_short(matcher.get_error()))
         if constraint.kind == "grammar":

@@ -14,6 +14,20 @@ from msaserve.gateway.parsers.tags import NS
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _CHOICES = ("none", "auto", "required")
+_NUMBER = (int, float)
+_SCHEMA = ("additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
+_SCHEMAS_IN_LIST = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_KEYWORDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(_SCHEMAS_BY_NAME, (dict, "an object")),
+    **dict.fromkeys((*_SCHEMAS_IN_LIST, "required", "enum"), (list, "a list")),
+    "items": ((dict, list, bool), "a schema"),
+    **dict.fromkeys(_SCHEMA, ((dict, bool), "a schema")),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf", "minLength", "maxLength"), (_NUMBER, "a number")),
+    **dict.fromkeys(("minItems", "maxItems", "minProperties", "maxProperties"), (_NUMBER, "a number")),
+    **dict.fromkeys(("pattern", "format", "$ref", "title", "description"), (str, "text")),
+}
+"""What JSON schema says of keywords' values."""
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
@@ -166,18 +180,19 @@ def _check_schema(where: str, schema: Any, levels: int) -> None:
     for kind in types if isinstance(types, list) else [types]:
         if kind not in _TYPES:
             raise InvalidRequestError(f"{where}.type: {str(kind)[:64]!r} is no type of JSON schema", param=where)
-    for key, one_kind in (("properties", dict), ("$defs", dict), ("anyOf", list), ("oneOf", list), ("allOf", list)):
-        inner = schema.get(key)
+    for key, inner in schema.items():
         if inner is None:
             continue
-        if not isinstance(inner, one_kind):
-            raise InvalidRequestError(
-                f"{where}.{key} must be {'an object' if one_kind is dict else 'a list'}", param=where
-            )
-        for name, one in inner.items() if isinstance(inner, dict) else enumerate(inner):
-            _check_schema(f"{where}.{key}.{name}", one, levels - 1)
-    if isinstance(schema.get("items"), dict):
-        _check_schema(f"{where}.items", schema["items"], levels - 1)
+        kinds, words = _KEYWORDS.get(key, (object, ""))
+        if not isinstance(inner, kinds) or (kinds is _NUMBER and isinstance(inner, bool)):
+            raise InvalidRequestError(f"{where}.{key} must be {words}", param=where)
+        if key == "required" and not all(isinstance(name, str) for name in inner):
+            raise InvalidRequestError(f"{where}.required must be a list of names", param=where)
+        if key in _SCHEMA or (key in _SCHEMAS_IN_LIST and isinstance(inner, (dict, bool))):
+            _check_schema(f"{where}.{key}", inner, levels - 1)
+        elif key in _SCHEMAS_BY_NAME or key in _SCHEMAS_IN_LIST:
+            for name, one in inner.items() if isinstance(inner, dict) else enumerate(inner):
+                _check_schema(f"{where}.{key}.{name}", one, levels - 1)
 
 
 def _check_name(where: str, name: Any) -> None:

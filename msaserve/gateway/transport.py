@@ -111,13 +111,20 @@ async def read_body(request: Request, limit: int) -> bytes:
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        # Read on to the end: a client that is still sending does not look at the answer.
+        # Read on: a client that is still sending does not look at the answer. But not for ever.
+        if size > 2 * limit:
+            break
         if size <= limit:
             chunks.append(chunk)
         else:
             chunks.clear()
     if size > limit:
-        raise HTTPException(413, f"the request body has {size} bytes; at most {limit} are accepted")
+        words = f"{size} bytes" if size <= 2 * limit else f"more than {2 * limit} bytes"
+        raise HTTPException(
+            413,
+            f"the request body has {words}; at most {limit} are accepted",
+            headers=None if size <= 2 * limit else {"connection": "close"},
+        )
     return b"".join(chunks)
 
 

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -174,6 +174,17 @@ def test_a_body_over_the_limit(http: httpx.Client, engine: FakeClient) -> None:
     problem = error(http.post(TEXT, json={"prompt": "x" * 2**20}), 413)
     assert problem["code"] == "body_too_large"
     assert "at most 1048576" in problem["message"]
+    assert http.get("/health").status_code == 200
+
+
+def test_a_body_without_end(http: httpx.Client) -> None:
+    def chunks() -> Iterator[bytes]:
+        while True:
+            yield b"x" * 2**18
+
+    with http.stream("POST", TEXT, content=chunks()) as response:
+        assert response.status_code == 413
+        assert "more than 2097152 bytes" in response.read().decode()
     assert http.get("/health").status_code == 200
 
 

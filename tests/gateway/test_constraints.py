@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import httpx
@@ -242,6 +243,7 @@ def test_what_spells_a_call_is_data_but_in_a_structural_tag(real: httpx.Client) 
 
 
 OBJECT = {"type": "json_object"}
+DEEP: dict[str, Any] = reduce(lambda inner, _: {"properties": {"a": inner}}, range(200), {})
 
 
 @pytest.mark.parametrize(
@@ -250,6 +252,7 @@ OBJECT = {"type": "json_object"}
         ({"response_format": schema_format({"type": "objekt"})}, "response_format", "objekt"),
         ({"response_format": schema_format({"if": {}}, strict=True)}, "response_format", "if"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "must be an object"),
+        ({"response_format": schema_format(DEEP)}, "response_format", "recursion limit"),
         ({"response_format": {"type": "xml"}}, "response_format", "must be one of"),
         ({"response_format": "json"}, "response_format", "must be one of"),
         ({"response_format": {"type": "structural_tag"}}, "response_format", "structures"),

@@ -30,6 +30,9 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+_METADATA = frozenset(map(ipaddress.ip_address, ("168.63.129.16", "100.100.100.200", "192.0.0.192", "fd00:ec2::254")))
+"""Where clouds tell their machines secrets, besides the link-local ones."""
+_PRIVATE_KINDS = ("loopback", "private")
 _TYPES: Mapping[Modality, tuple[str, ...]] = {
     "image": ("image/",),
     "video": ("video/", "image/gif", "image/apng", "image/png", "application/mp4", "application/ogg"),
@@ -49,7 +52,8 @@ class Fetcher:
 
     Args:
         allowed_hosts: if given, only these hosts and the hosts below them (`example.com` allows `cdn.example.com`).
-        allows_private: follow addresses into private networks too (for closed deployments and tests).
+        allows_private: follow private and loopback addresses too (for closed deployments and tests); other special ones
+            never.
     """
 
     def __init__(
@@ -157,7 +161,7 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
     """Connects to public addresses only."""
 
     def __init__(self, allows_private: bool, num_resolvers: int) -> None:
-        self._allows_private = allows_private
+        self._allowed_kinds = (None, *_PRIVATE_KINDS) if allows_private else (None,)
         self._inner = httpcore.AnyIOBackend()
         # Threads of its own, one for each download: a slow name server holds up nobody else.
         self._resolvers = ThreadPoolExecutor(num_resolvers, thread_name_prefix="media-dns")
@@ -181,11 +185,12 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
             raise httpcore.ConnectTimeout(f"the name {host} was not resolved in time") from error
         except OSError as error:
             raise httpcore.ConnectError(f"the name {host} cannot be resolved") from error
-        allowed = [a for a in addresses if self._allows_private or special_kind(a) is None]
+        allowed = [a for a in addresses if special_kind(a) in self._allowed_kinds]
         if not allowed:
             kind = special_kind(addresses[0]) if addresses else "no"
+            public = "public" if len(self._allowed_kinds) == 1 else "public and private"
             raise InvalidRequestError(
-                f"the media host {host} resolves to {_article(kind or 'special')} address; only public ones are "
+                f"the media host {host} resolves to {_article(kind or 'special')} address; only {public} ones are "
                 "followed",
                 code="media_host",
             )
@@ -216,6 +221,8 @@ def special_kind(address: Address) -> str | None:
             return "translated"
         if address.is_site_local:
             return "private"
+    if address in _METADATA:
+        return "metadata"
     for kind in ("unspecified", "loopback", "link_local", "multicast"):
         if getattr(address, f"is_{kind}"):
             return kind.replace("_", "-")

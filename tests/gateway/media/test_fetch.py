@@ -212,6 +212,18 @@ async def test_special_addresses(host: str) -> None:
         assert caught.value.code == "media_host"
 
 
+@pytest.mark.parametrize(
+    ("host", "kind"),
+    [
+        ("169.254.169.254", "link-local"), ("[fe80::1]", "link-local"), ("168.63.129.16", "metadata"),
+        ("100.100.100.200", "metadata"), ("[fd00:ec2::254]", "metadata"), ("[::ffff:169.254.169.254]", "link-local"),
+        ("0.0.0.0", "unspecified"), ("224.0.0.1", "multicast"), ("[64:ff9b::7f00:1]", "translated"),
+    ],
+)  # fmt: skip
+async def test_a_closed_network_opens_no_other_special_addresses(host: str, kind: str) -> None:
+    await refused(f"http://{host}/x.png", "media_host", f"{kind} address; only public and private", allows_private=True)
+
+
 def test_public_addresses_are_not_special() -> None:
     for address in ("1.1.1.1", "93.184.216.34", "2606:4700::1111", "::ffff:1.1.1.1"):
         assert special_kind(ipaddress.ip_address(address)) is None
