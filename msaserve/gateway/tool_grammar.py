@@ -111,10 +111,10 @@ class ToolGrammar:
             arguments = _Arguments(self._tools.schemas[name], self._literal, self._rules, self._names).members()
         except SchemaError as error:
             raise InvalidRequestError(
-                f"the parameters of {name!r} cannot be enforced: {error}", param=param, code="unsupported_schema"
+                f"{param} of {name!r} cannot be enforced: {error}", param=param, code="unsupported_schema"
             ) from None
         except RecursionError:
-            raise InvalidRequestError(f"the parameters of {name!r} are nested too deep", param=param) from None
+            raise InvalidRequestError(f"{param} of {name!r} are nested too deep", param=param) from None
         return f"{arguments} {self._literal(f'{NS}</invoke>')}"
 
 

@@ -363,6 +363,8 @@ USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": 
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]: type 'web_search_20250305'"),
         ({"tools": [{"name": "a", "input_schema": {"type": "string"}}]}, "tools[0].input_schema must be"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be"),
+        ({"tools": [{"name": "a", "input_schema": {"type": "object", "not": {}}}], "tool_choice": {"type": "any"}},
+         "tools[0].input_schema of 'a' cannot be enforced: parameters: not "),
         ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers is not supported"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort must be one of"),
     ],

@@ -344,6 +344,8 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search' is not supported"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "letters, digits"),
         ({"tools": [{"type": "function", "name": "a", "parameters": 5}]}, "tools[0].parameters", "JSON schema"),
+        ({"tools": [{"type": "function", "name": "a", "parameters": {"type": "object", "not": {}}}],
+          "tool_choice": "required"}, "tools[0].parameters", "cannot be enforced: parameters: not "),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice must be"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not in tools"),
