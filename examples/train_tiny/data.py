@@ -146,7 +146,8 @@ class Batches(Dataset[list[Batch]]):
     def _text(self, rng: random.Random, context: int) -> Example:
         recipe, writer = self.recipe, self.writer
         room = context - TOKENS_AROUND
-        tokens_per_fact = math.exp(rng.uniform(math.log(24), math.log(max(48, min(1024, room / 2)))))
+        # At least six facts where there is room: with two, a guess is right as often as not.
+        tokens_per_fact = math.exp(rng.uniform(math.log(15), math.log(max(20, min(1024, room / 6)))))
         num_facts = max(2, min(needle.MAX_FACTS, round(room / tokens_per_fact)))
         num_questions = max(1, min(MAX_QUESTIONS, num_facts, room // (2 * TOKENS_PER_QUESTION)))
         room = max(48, room - TOKENS_PER_QUESTION * num_questions)

@@ -27,13 +27,18 @@ from msaserve.models.minimax_m3_vision import MiniMaxM3Vision, VisionLayer
 MAX_MASK_ELEMENTS = 2**28
 """Of one attention call's mask for a KV head: bounds its memory, a few bytes each."""
 MAX_KL_ELEMENTS = 2**28
+LOOK_BACK = (1, 2, 3, 4)
+"""Tokens that the first layer's heads of the first KV head look back at the start, one after another."""
+LOOK_BACK_SHARES = (0.35, 0.25, 0.15, 0.15, 0.10)
+"""Of their logit, on the five fastest pairs of channels: distances that one pair confuses another tells apart."""
 
 
 def build(config: ModelConfig, *, seed: int) -> MiniMaxM3:
     """A model with fresh float32 parameters, on the CPU.
 
     Weights are normal with variance 1 / fan-in, smaller where a layer writes to the residual stream. The norms of
-    queries and keys start at 1.5: attention to one of 100,000 tokens needs logits that norms of 1 do not reach.
+    queries and keys start at 1.5: attention to one of 100,000 tokens needs logits that norms of 1 do not reach. Half of
+    the first layer's heads look a fixed number of tokens back, see `_look_back`.
     """
     model = MiniMaxM3(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -53,10 +58,40 @@ def build(config: ModelConfig, *, seed: int) -> MiniMaxM3:
                 module.weight.fill_(1.0)
             elif isinstance(module, GemmaRMSNorm) and name.endswith(("q_norm", "k_norm")):
                 module.weight.fill_(0.5)
+        _look_back(model)
     for name, parameter in model.named_parameters():
         # The routing bias is moved by the experts' load, not by a gradient.
         parameter.requires_grad_(not name.endswith("score_bias"))
     return model
+
+
+def _look_back(model: MiniMaxM3) -> None:
+    """Let the first KV head's queries look 1, 2, 3, 4 tokens back, whatever the tokens are.
+
+    Which name a number belongs to is a matter of tokens 2 and 3 places before it. Without biases such heads form
+    late: in a run without this, retrieval chose among the text's numbers at random for 1,500 steps. One channel of all
+    embeddings is made the same; keys read it into their fastest pairs of channels, and queries do, turned by the
+    distance, so that they meet where the rotations differ by just that.
+    """
+    config, attention = model.config.text, model.layers[0].self_attn
+    assert isinstance(attention, MsaAttention)
+    dim, pairs = config.head_dim, config.rotary_dim // 2
+    num_pairs = min(len(LOOK_BACK_SHARES), pairs)
+    weight, num_queries = attention.in_proj.weight, config.num_heads * dim
+    model.embed_tokens[:, 0] = 1.5
+    # What that channel is once normalised; the constant part of a query or key shall have six times the content's norm.
+    constant = 1.5 / float(model.embed_tokens.square().mean(-1).sqrt().mean())
+    amplitude = 8.5 / constant * torch.tensor(LOOK_BACK_SHARES[:num_pairs]).sqrt()
+    frequency = 1.0 / config.rope_theta ** (torch.arange(num_pairs) / pairs)
+    for head in range(config.num_heads // config.num_kv_heads):
+        angle = frequency * LOOK_BACK[head % len(LOOK_BACK)]
+        query = weight[head * dim : (head + 1) * dim]
+        query *= 0.2
+        query[:num_pairs, 0] = amplitude * angle.cos()
+        query[pairs : pairs + num_pairs, 0] = -amplitude * angle.sin()
+    key = weight[num_queries : num_queries + dim]
+    key *= 0.2
+    key[:num_pairs, 0] = amplitude
 
 
 @dataclass

@@ -132,7 +132,7 @@ class Recipe:
     num_index_rows: int
     """Queries of each sequence that the index branch learns from, at most; fewer of short ones."""
     weight_decay: float = 0.05
-    text_weight: float = 0.1
+    text_weight: float = 0.05
     """Of the loss on what is not a reply."""
     expert_bias_step: float = 1e-3
     topk_choices: tuple[int, ...] = (4, 8, 16)
@@ -154,10 +154,10 @@ class Recipe:
 
 FULL = Recipe(
     stages=(
-        Stage(0.22, 192, 1024, is_sparse=False, num_short=224, max_picture_side=320),
-        Stage(0.16, 512, 4096, is_sparse=False, num_short=192, max_picture_side=640),
-        Stage(0.27, 1024, 6144, is_sparse=True, num_short=192, max_picture_side=1000),
-        Stage(0.35, 2048, 16384, is_sparse=True, num_short=192, max_picture_side=1000),
+        Stage(0.40, 192, 768, is_sparse=False, num_short=224, max_picture_side=320),
+        Stage(0.20, 512, 4096, is_sparse=False, num_short=192, max_picture_side=640),
+        Stage(0.18, 1024, 6144, is_sparse=True, num_short=192, max_picture_side=1000),
+        Stage(0.22, 2048, 16384, is_sparse=True, num_short=192, max_picture_side=1000),
     ),
     tokens_per_step=65_536,
     learning_rate=2e-3,
