@@ -59,7 +59,8 @@ def select_blocks(
     Returns:
         block_ids [Hkv, T, topk] int32: valid blocks first, in any order, then −1. Padding rows are all −1.
         The reference chooses the same blocks for a request alone and in a batch, and wherever its pages lie;
-        a prompt in other chunks may round its scores differently.
+        a prompt in other chunks may round its scores differently. Hopper sums 8-bit products to 13 bits or so: of
+        blocks whose scores are nearer than a thousandth, the other one may be chosen.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; not 1 ≤ local_blocks ≤ topk.

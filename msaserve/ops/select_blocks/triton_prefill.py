@@ -30,7 +30,7 @@ MAX_GROUP = 16
 """Blocks of a group at most: choosing from larger ones takes minutes to compile."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "B"])
 def _tiles_kernel(
     cu_query_lens,
     seq_lens,
