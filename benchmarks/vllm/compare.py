@@ -5,8 +5,9 @@ python benchmarks/vllm/compare.py stock.json ours.json
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,39 @@ def ratio_lines(key: str, stock: list[dict[str, Any]], ours: list[dict[str, Any]
     return lines
 
 
+def plot(stock: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
+    """Time to first token and time per token against the context; output tokens a second against concurrency."""
+    figure = import_module("matplotlib.figure").Figure(figsize=(10, 3.2), layout="constrained")
+    panels = (
+        ("alone", "context", "ttft_ms", "time to first token, ms"),
+        ("alone", "context", "tpot_ms", "time per token, ms"),
+        ("together", "concurrency", "output_tokens_per_s", "output tokens a second"),
+    )
+    for axes, (name, key, figure_of, title) in zip(figure.subplots(1, 3), panels, strict=True):
+        for label, result in (("vLLM", stock), ("with the plugin", ours)):
+            rows = result[name]
+            axes.plot([r[key] for r in rows], [r[figure_of] for r in rows], marker="o", label=label)
+        axes.set(title=title, xlabel=key, xscale="log", yscale="log" if figure_of == "ttft_ms" else "linear")
+        axes.set_xticks([r[key] for r in stock[name]], [f"{r[key]:,}" for r in stock[name]], rotation=20)
+        axes.minorticks_off()
+        if figure_of != "ttft_ms":
+            axes.set_ylim(bottom=0)
+    figure.axes[0].legend()
+    figure.savefig(path)
+
+
 def main() -> None:
-    stock, ours = (json.loads(Path(path).read_text()) for path in sys.argv[1:3])
-    tables = {"greedy": greedy_lines}
-    for name in stock:
-        if name not in ours:
-            continue
-        key = {"alone": "context", "together": "concurrency"}.get(name)
-        lines = tables[name](stock[name], ours[name]) if key is None else ratio_lines(key, stock[name], ours[name])
-        print(f"\n{name}\n" + "\n".join(lines))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("stock", type=Path)
+    parser.add_argument("ours", type=Path)
+    parser.add_argument("--plot", type=Path, help="an image of the latter two tables; needs matplotlib")
+    args = parser.parse_args()
+    stock, ours = json.loads(args.stock.read_text()), json.loads(args.ours.read_text())
+    print("greedy\n" + "\n".join(greedy_lines(stock["greedy"], ours["greedy"])))
+    for name, key in (("alone", "context"), ("together", "concurrency")):
+        print(f"\n{name}\n" + "\n".join(ratio_lines(key, stock[name], ours[name])))
+    if args.plot is not None:
+        plot(stock, ours, args.plot)
 
 
 if __name__ == "__main__":

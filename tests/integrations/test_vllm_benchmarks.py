@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from msaserve.config import ModelConfig
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/vllm"
@@ -40,7 +42,9 @@ def test_slice_is_minimax_m3_with_fewer_layers(tmp_path: Path) -> None:
 def test_compare(tmp_path: Path) -> None:
     def result(tokens: list[int], gap: float, ttft: float) -> str:
         greedy = [{"context": 200, "tokens": tokens, "best": [[-1.0, -1.0 - gap]] * len(tokens)}]
-        return json.dumps({"greedy": greedy, "alone": [{"context": 8192, "ttft_ms": ttft, "tpot_ms": 2.0}]})
+        alone = [{"context": 8192, "ttft_ms": ttft, "tpot_ms": 2.0}]
+        together = [{"concurrency": 1, "output_tokens_per_s": 400.0, "prefill_ms": 70.0, "step_ms": 2.0}]
+        return json.dumps({"greedy": greedy, "alone": alone, "together": together})
 
     paths = [tmp_path / "stock.json", tmp_path / "ours.json"]
     paths[0].write_text(result([1, 2, 3], 0.5, 100.0))
@@ -49,3 +53,14 @@ def test_compare(tmp_path: Path) -> None:
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "| 200 | 2 of 3 | 0.5000, 0.2500 |" in said
     assert "| 8,192 | 100.00 → 50.00 (0.50) | 2.00 → 2.00 (1.00) |" in said
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    alone = [{"context": c, "ttft_ms": c / 100, "tpot_ms": 2.0} for c in (8192, 65_536)]
+    together = [{"concurrency": c, "output_tokens_per_s": 400.0 * c} for c in (1, 8)]
+    result = {"alone": alone, "together": together}
+    load("compare").plot(result, result, tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert drawn.count('id="axes_') == 3
+    assert "with the plugin" in drawn
