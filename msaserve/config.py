@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from msaserve.errors import CheckpointError, InvalidRequestError, UnsupportedError
 
@@ -190,6 +190,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidRequestError(f"{name} must be positive, not {value}", param=name)
+        if self.kv_cache_dtype not in get_args(KVCacheDtype):
+            raise InvalidRequestError(
+                f"kv_cache_dtype must be one of {', '.join(get_args(KVCacheDtype))}, not {self.kv_cache_dtype!r}",
+                param="kv_cache_dtype",
+            )
 
     @property
     def kv_cache_bytes(self) -> int | None:

@@ -12,6 +12,7 @@ from golden_data import golden
 
 from msaserve.config import EngineConfig, ModelConfig
 from msaserve.engine.engine import Engine
+from msaserve.errors import InvalidRequestError
 from msaserve.models.memory_plan import plan_memory
 from msaserve.worker.served import ServedModel
 
@@ -40,6 +41,11 @@ def test_cache_and_plan_are_of_8_bits() -> None:
     assert 4 * plan.page_bytes == plan_memory(config, "float32", 1 << 24).page_bytes
     served = ServedModel.of(made)
     assert (served.dtype, served.kv_cache_dtype) == ("float32", "fp8_e4m3")
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="kv_cache_dtype must be one of auto, fp8_e4m3, not 'fp8_e5m2'"):
+        engine(kv_cache_dtype="fp8_e5m2")
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 100])
