@@ -94,6 +94,15 @@ def test_splits_even_out_a_prompt_from_its_start() -> None:
     assert triton_prefill.split_of(64, 4096, 132, 16, 32) % 16 == 0
 
 
+@pytest.mark.parametrize(
+    ("num_programs", "num_blocks", "segments"),
+    [(1024, 64, 1), (1024, 298, 4), (1024, 544, 4), (512, 4096, 8), (256, 8192, 8), (8, 8192, 32), (8, 40, 1)],
+)
+def test_segments_are_those_that_were_fastest(num_programs: int, num_blocks: int, segments: int) -> None:
+    """docs/kernels.md has the times; the last two are tiles that leave most of a card of 132 empty."""
+    assert triton_prefill.segments_of(num_programs, num_blocks, 132) == segments
+
+
 @pytest.mark.parametrize("is_narrow", [False, True])
 @pytest.mark.parametrize("name", ["ragged", "local_blocks_2", "special_keys"])
 def test_selection_of_8_bits_equals_the_reference(name: str, is_narrow: bool) -> None:
