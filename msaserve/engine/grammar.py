@@ -251,5 +251,5 @@ def _schema_text(schema: Any) -> str:
 
 
 def _short(message: str) -> str:
-    message = message.strip()
+    message = message.partition("<backtrace>")[0].partition("<non-verbose/>")[0].strip()
     return message if len(message) <= _MAX_MESSAGE_CHARS else message[:_MAX_MESSAGE_CHARS] + "…"
