@@ -18,7 +18,7 @@ import numpy as np
 
 _BLOCK = 16
 """Outputs of a dense block: fewer waste less on zeros, more let BLAS run longer."""
-_STRIP_BYTES = 2**21
+_STRIP_BYTES = 2**22
 """Picture rows converted to floats at a time: they stay in the cache."""
 _LARGE = 1_000_000
 """Pixels from which threads pay."""
