@@ -34,6 +34,8 @@ class WorkerState(NamedTuple):
     num_failures: int = 0
     """In a row."""
     breaker: Breaker = Breaker.CLOSED
+    num_indexed_blocks: int = 0
+    """That it holds, by its KV events."""
     load: EngineLoad | None = None
     """None if it cannot be asked."""
 

@@ -194,6 +194,7 @@ class Router:
             num_retries=backend.num_retries,
             num_failures=backend.num_failures,
             breaker=backend.breaker,
+            num_indexed_blocks=len(backend.blocks),
         )
 
     async def is_ready(self) -> bool:

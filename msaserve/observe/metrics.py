@@ -155,6 +155,7 @@ _WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerState], float]], ...] = (
     ("smg_worker_requests_active", "Outputs in flight there, of this gateway.", lambda w: w.num_active),
     ("smg_worker_cb_state", "Circuit breaker: 0 closed, 1 open, 2 half open.", lambda w: w.breaker),
     ("smg_worker_cb_consecutive_failures", "Failures in a row.", lambda w: w.num_failures),
+    ("smg_kv_index_blocks", "Blocks that it holds by its KV events.", lambda w: w.num_indexed_blocks),
 )
 _WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerState], float]], ...] = (
     ("smg_worker_requests", "Requests sent there.", lambda w: w.num_requests),

@@ -132,6 +132,7 @@ async def test_after_a_flush_nobody_is_home() -> None:
         await until(lambda: len(router._backends[home].blocks) > 30)
         asked = PromptBlocks(request("x", prompt))
         assert router._backends[home].num_known(asked) >= 592
+        assert [state.num_indexed_blocks > 30 for state in await router.workers()] == [i == home for i in (0, 1)]
         for _ in range(3):
             assert router._choose(asked, []) is router._backends[home]
         flushed = await workers[home].stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=5))
