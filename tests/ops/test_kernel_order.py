@@ -71,7 +71,7 @@ def test_same_in_reverse(name: str, operator: str, impl: str) -> None:
     assert len(forwards) > 0
     for one, other in zip(forwards, backwards, strict=True):
         if operator == "sparse_attend":
-            assert relative_error(one, other) < 1e-5
+            assert relative_error(one, other) < 1e-4
         else:
             assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
