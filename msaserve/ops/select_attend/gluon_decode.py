@@ -46,6 +46,9 @@ UNWRITTEN = gl.constexpr(-1)
 NONE = gl.constexpr(0x7FFFFFFF)
 LOWEST = gl.constexpr(-0x80000000)
 
+PATIENCE = gl.constexpr(1 << 21)
+"""Looks at words that never come before a program gives up, seconds all together: an error, not a hang."""
+
 
 @gluon.constexpr_function
 def _bits(size: int) -> int:
@@ -119,7 +122,7 @@ def _scan_kernel(
     index_q, index_k, block_table, seq_lens, cu_query_lens, scores, comb_scores, comb_blocks,
     max_blocks, stride_qt, stride_qh, stride_b, stride_sh, stride_st,
     H: gl.constexpr, QP: gl.constexpr, R: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, RP: gl.constexpr, PDL: gl.constexpr, OVERLAP: gl.constexpr, PREFETCH: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, RP: gl.constexpr, PDL: gl.constexpr, OVERLAP: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with COMBS their best.
 
@@ -135,8 +138,7 @@ def _scan_kernel(
     columns: gl.constexpr = gl.SliceLayout(0, mma)
     COMBS: gl.constexpr = RP > 0
 
-    if PREFETCH:
-        _fetch_descriptor("_scan_kernel_param_1")
+    _fetch_descriptor("_scan_kernel_param_1")
     k_smem = gl.allocate_shared_memory(index_k.dtype, [STAGES, 1, BLOCK, D], index_k.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for fill in gl.static_range(STAGES):
@@ -266,12 +268,21 @@ def _read(words, PACK: gl.constexpr):
 
 
 @gluon.jit
+def _look_again(looks):
+    if looks == PATIENCE:
+        gl.inline_asm_elementwise("trap; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return looks + 1
+
+
+@gluon.jit
 def _await(words, is_in, PACK: gl.constexpr, OVERLAP: gl.constexpr):
     """The words once those that are in are written; LOWEST for the others. All of them must be readable."""
     x = _read(words, PACK)
     if OVERLAP:
+        looks = 0
         while _greatest((is_in & (x == UNWRITTEN)).to(gl.int32)) != 0:
             x = _read(words, PACK)
+            looks = _look_again(looks)
     return gl.where(is_in, x, LOWEST)
 
 
@@ -374,7 +385,7 @@ def _attend_kernel(
     BP: gl.constexpr, QP: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
     S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr,
     SPLITS: gl.constexpr, STAGES: gl.constexpr, SCALED_K: gl.constexpr, SCALED_V: gl.constexpr,
-    PDL: gl.constexpr, STRICT: gl.constexpr, OVERLAP: gl.constexpr, PREFETCH: gl.constexpr, num_warps: gl.constexpr,
+    PDL: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Split program_id(0) of KV head program_id(1) and query token program_id(2).
 
@@ -393,9 +404,8 @@ def _attend_kernel(
     t = gl.program_id(2)
     row = t.to(gl.int64)
 
-    if PREFETCH:
-        _fetch_descriptor("_attend_kernel_param_1")
-        _fetch_descriptor("_attend_kernel_param_10")
+    _fetch_descriptor("_attend_kernel_param_1")
+    _fetch_descriptor("_attend_kernel_param_10")
     k_smem = gl.allocate_shared_memory(k_cache.dtype, [STAGES, 1, 1, TILE, D], k_cache.layout)
     v_smem = gl.allocate_shared_memory(v_cache.dtype, [STAGES, 1, 1, TILE, D], v_cache.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -525,7 +535,7 @@ def _attend_kernel(
         lse = gl.where(is_empty, float("-inf"), best + gl.log2(total))
         gl.store(partial_out + part[None, :] * D + d[:, None], acc.to(gl.int32, bitcast=True), mask=(g < G)[None, :])
         gl.store(partial_lse + part, lse.to(gl.int32, bitcast=True), mask=g < G)
-    if PDL and STRICT:
+    if PDL:
         # Whoever waits for this launch waits for the ones before it too.
         _wait_for_launch_before()
 
@@ -533,7 +543,7 @@ def _attend_kernel(
 @gluon.jit
 def _merge_kernel(
     partial_out, partial_lse, out, stride_ot, stride_oh,
-    G: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr, STRICT: gl.constexpr, num_warps: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Query head program_id(0) of query token program_id(1): its partials, once they are written, weighed."""
     lanes: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [num_warps, 1], [1, 0])
@@ -549,16 +559,18 @@ def _merge_kernel(
     words = partial_out + part[:, None] * D + d[None, :]
     lse = _read(sums, 1)
     acc = _read(words, 4)
+    looks = 0
     while gl.max(gl.max((acc == UNWRITTEN).to(gl.int32), 0), 0) + gl.max((lse == UNWRITTEN).to(gl.int32), 0) != 0:
         lse = _read(sums, 1)
         acc = _read(words, 4)
+        looks = _look_again(looks)
     lse = lse.to(gl.float32, bitcast=True)
     best = gl.max(lse, 0)
     weight = gl.exp2(lse - gl.where(best == float("-inf"), 0.0, best))
     total = gl.sum(weight, 0)
     merged = gl.sum(acc.to(gl.float32, bitcast=True) * weight[:, None], 0) / gl.where(total == 0.0, 1.0, total)
     gl.store(out + t * stride_ot + query_head * stride_oh + d, merged.to(out.dtype.element_ty))
-    if PDL and STRICT:
+    if PDL:
         # Whoever waits for this launch waits for the ones before it too.
         _wait_for_launch_before()
 
@@ -645,9 +657,7 @@ def select_attend(
     splits: int | None = None,
     tile: int | None = None,
     stages: int | None = None,
-    strict: bool = True,
     overlap: bool = True,
-    prefetch: bool = True,
     early: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits depend on shapes only."""
@@ -693,7 +703,6 @@ def select_attend(
         RP=run,
         EARLY=early,
         OVERLAP=overlap,
-        PREFETCH=prefetch,
         num_warps=4,
         **pdl,
     )
@@ -751,9 +760,7 @@ def select_attend(
         STAGES=stages or min(3, triton.cdiv(pieces, splits)),
         SCALED_K=k_scale is not None,
         SCALED_V=v_scale is not None,
-        STRICT=strict,
         OVERLAP=overlap,
-        PREFETCH=prefetch,
         num_warps=4,
         **pdl,
     )
@@ -767,7 +774,6 @@ def select_attend(
             G=num_heads // num_kv_heads,
             D=dim,
             SPLITS=splits,
-            STRICT=strict,
             num_warps=1,
             **pdl,
         )
