@@ -14,14 +14,20 @@ from msaserve.ops.checks import (
     check_shapes,
 )
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, by_name
+from msaserve.ops.hopper import ask_later
+
+
+def _is_checked(q: torch.Tensor, k_cache: torch.Tensor, *_: object, **__: object) -> bool:
+    """What a card has checked, with caches of 16 and of 8 bits: heads and blocks of 128."""
+    return q.is_cuda and q.shape[2] == 128 and k_cache.shape[1] == 128
+
 
 IMPLS = (
     Impl(
         "triton_decode",
         "msaserve.ops.dense_attend.decode_triton:dense_attend",
         ask_later("msaserve.ops.dense_attend.decode_triton:why_not"),
-        by_name,
+        _is_checked,
     ),
     Impl("reference", "msaserve.ops.dense_attend.reference:dense_attend", always),
 )
