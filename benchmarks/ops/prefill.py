@@ -73,6 +73,12 @@ def make_chunk(cached: int, queries: int = QUERIES) -> Chunk:
     )
 
 
+def with_8_bits(chunk: Chunk) -> Chunk:
+    """Caches and index queries of 8 bits."""
+    narrow = {name: getattr(chunk, name).to(torch.float8_e4m3fn) for name in ("index_q", "kv", "index_k")}
+    return chunk._replace(**narrow)
+
+
 def overlapping(chunk: Chunk, overlap: float) -> torch.Tensor:
     """block_ids of which `overlap` is common to runs of 64 queries: the own block, one of each 15th of the others."""
     queries = chunk.q.shape[0]
@@ -135,6 +141,10 @@ def check() -> None:
         expected = select(chunk._replace(index_q=chunk.index_q.float(), index_k=chunk.index_k.float()), "reference")
         agree = (chosen == expected.sort(-1).values).all(-1).float().mean().item()
         assert agree > 0.99, agree  # bfloat16 products in another order may swap near-equal scores
+        narrow = with_8_bits(chunk)
+        expected = select(narrow._replace(index_q=narrow.index_q.float(), index_k=narrow.index_k.float()), "reference")
+        narrow_agree = (select(narrow).sort(-1).values == expected.sort(-1).values).all(-1).float().mean().item()
+        assert narrow_agree > 0.97, narrow_agree  # 8-bit products are summed to 13 bits or so
         ids = overlapping(chunk, overlap)
         ids[:, ::7, 3] = -1
         wide = chunk._replace(q=chunk.q.float(), kv=chunk.kv.float())
@@ -171,6 +181,9 @@ def time_chunk(clock: Clock, cached: int, overlaps: tuple[float, ...], peers: st
     clock(f"{cached} ours select", lambda: select(chunk))
     clock(f"{cached} ours attend indexer", lambda: attend(chunk, ids))
     clock(f"{cached} ours whole", lambda: attend(chunk, select(chunk)))
+    all_narrow = with_8_bits(chunk)
+    clock(f"{cached} ours select, 8 bits", lambda: select(all_narrow))
+    clock(f"{cached} ours whole, 8 bits", lambda: attend(all_narrow, select(all_narrow)))
     selections = {"indexer": ids, **{f"{overlap:.2f}": overlapping(chunk, overlap) for overlap in overlaps}}
     for name, some in selections.items():
         if name != "indexer":
