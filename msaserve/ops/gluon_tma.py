@@ -14,7 +14,7 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 
 
 @lru_cache(maxsize=64)
-def _layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Of a box in shared memory. Working it out takes longer than a launch, so it is kept."""
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(box), element)
@@ -22,4 +22,4 @@ def _layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 def descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """A TMA descriptor of a 16-bit or 8-bit tensor on 16-byte boundaries, that moves boxes of this shape."""
-    return TensorDescriptor.from_tensor(tensor, list(box), _layout(box, tensor.dtype))
+    return TensorDescriptor.from_tensor(tensor, list(box), layout(box, tensor.dtype))

@@ -54,15 +54,6 @@ def on_card_in_8_bits_too(x: torch.Tensor, *args: object, **kwargs: object) -> b
     return x.is_cuda
 
 
-def on_card_as_checked(x: torch.Tensor, cache: torch.Tensor, *args: object, **kwargs: object) -> bool:
-    """`pays` of the Gluon kernels, which no interpreter runs: what they were checked with on a card, one request with
-    heads and blocks of 128. The rest is left to plain Triton until a card has checked it."""
-    cu_query_lens = args[-1]
-    assert isinstance(cu_query_lens, torch.Tensor)
-    is_checked = cu_query_lens.shape[0] == 2 and x.shape[-1] == 128 and cache.shape[1] == 128
-    return is_checked and on_card(x, cache, *args, **kwargs)
-
-
 def by_name(*args: object, **kwargs: object) -> bool:
     """`pays` of kernels that have not been checked on a card yet."""
     return False

@@ -14,7 +14,7 @@ from msaserve.ops.checks import (
     check_shapes,
 )
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, by_name, on_card, on_card_as_checked
+from msaserve.ops.hopper import ask_later, by_name, on_card, on_card_in_8_bits_too
 
 
 def _why_not_paged(
@@ -51,13 +51,13 @@ IMPLS = (
         "gluon_kv_major",
         "msaserve.ops.sparse_attend.gluon_kv_major:sparse_attend",
         ask_later("msaserve.ops.sparse_attend.gluon_kv_major:why_not"),
-        on_card_as_checked,
+        on_card_in_8_bits_too,
     ),
     Impl(
         "triton_kv_major",
         "msaserve.ops.sparse_attend.triton_kv_major:sparse_attend",
         ask_later("msaserve.ops.sparse_attend.triton_kv_major:why_not"),
-        on_card,
+        on_card_in_8_bits_too,
     ),
     Impl("reference_kv_major", "msaserve.ops.sparse_attend.reference_kv_major:sparse_attend", always, _kv_major_pays),
     Impl("reference", "msaserve.ops.sparse_attend.reference:sparse_attend", always),

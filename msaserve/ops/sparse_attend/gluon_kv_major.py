@@ -2,7 +2,8 @@
 
 The warp brings each item's K and V, double-buffered, and the queries that chose the block, 64 rows (queries × group) at
 a time, through a ring of slots, all by TMA. The warpgroups take the slots in turn, each with a tile of its own, so
-that one's exponentials run beside another's products. Results leave as partial outputs, as in triton_kv_major.
+that one's exponentials run beside another's products. Results leave as partial outputs, as in triton_kv_major. K and V
+of 8 bits come by way of a buffer of their own, from which four fetching warps widen them.
 """
 
 # Argument lists that Triton must see written out are longer than a line.
@@ -15,12 +16,20 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from msaserve.ops.gluon_tma import descriptor, tma_load
+from msaserve.ops.combine.triton import launch as launch_combine
+from msaserve.ops.gluon_tma import descriptor, layout, tma_load
 from msaserve.ops.hopper import why_not_wgmma
+from msaserve.ops.remap.plan_triton import Plan
 from msaserve.ops.sparse_attend import triton_kv_major
-from msaserve.ops.sparse_attend.gluon_shared import attend_shared
+from msaserve.ops.sparse_attend.gluon_shared import attend_shared, fetch_block, widen
+from msaserve.ops.sparse_attend.triton_kv_major import Batch
 
 ROWS = 64
 """Rows of one tile: one warpgroup's share of a wgmma."""
@@ -28,22 +37,22 @@ WARPGROUPS = 3
 
 
 @gluon.jit
-def _total(counts, PARTS: gl.constexpr):
+def _total(counts, units):
     total = gl.load(counts)
-    for part in gl.static_range(1, PARTS):
-        total += gl.load(counts + part)
+    for unit in range(1, units):
+        total += gl.load(counts + unit)
     return total
 
 
 @gluon.jit
-def _place(counts, it, capacity, PARTS: gl.constexpr):
-    """Where the it-th item of all parts lies."""
-    place = it
-    end = gl.load(counts)
-    for part in gl.static_range(1, PARTS):
-        place = gl.where(it >= end, part * capacity + it - end, place)
-        end += gl.load(counts + part)
-    return place * 8
+def _advance(counts, it, unit, begin, end, last):
+    """The unit of the it-th item, or of the last one, and where its items begin and end."""
+    it = gl.minimum(it, last)
+    while it >= end:
+        unit += 1
+        begin = end
+        end += gl.load(counts + unit)
+    return unit, begin, end, it - begin
 
 
 @gluon.jit
@@ -56,66 +65,116 @@ def _entries_at(own, at, hi, QT: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    q, k_cache, v_cache, entries, items, counts, capacity, k_smem, v_smem, q_smem,
+    q, k_cache, v_cache, entries, items, counts, capacity, units, k_to, v_to, q_smem,
     kv_full, kv_empty, q_full, q_empty, T,
     S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = D // 64
     QT: gl.constexpr = ROWS // G
     done = 0
     turn = 0
+    unit = 0
+    begin = 0
     first = gl.program_id(0)
     step = gl.num_programs(0)
-    total = _total(counts, PARTS)
-    # everything about an item is loaded one item ahead, everything about a tile one tile ahead
-    item = items + _place(counts, gl.minimum(first, gl.maximum(total - 1, 0)), capacity, PARTS)
-    head, page, lo, hi = gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
-    for it in range(first, total, step):
-        stage = turn % 2
-        mbarrier.wait(kv_empty.index(stage), ((turn // 2) & 1) ^ 1)
-        mbarrier.expect(kv_full.index(stage), 4 * BLOCK * D)
-        for half in gl.static_range(HALVES):
-            tma_load(k_cache, [page, head, 0, half * 64], kv_full.index(stage), k_smem.index(stage * HALVES + half))
-        tma_load(v_cache, [page, head, 0, 0], kv_full.index(stage), v_smem.index(stage))
-        item = items + _place(counts, gl.minimum(it + step, total - 1), capacity, PARTS)
-        next_head, next_page = gl.load(item), gl.load(item + 1)
-        next_lo, next_hi = gl.load(item + 2), gl.load(item + 3)
-        own = entries + head.to(gl.int64) * T * S
-        tiles = (hi - lo + QT - 1) // QT
-        ahead = _entries_at(own, lo, hi, QT)
-        for tile in range(tiles):
-            now = ahead
-            ahead = _entries_at(own, lo + (tile + 1) * QT, hi, QT)
-            slot = (done + tile) % SLOTS
-            mbarrier.wait(q_empty.index(slot), (((done + tile) // SLOTS) & 1) ^ 1)
-            mbarrier.expect(q_full.index(slot), 2 * ROWS * D)
-            for e in gl.static_range(QT):
-                row = (now[e] // S * HKV + head) * G
-                for half in gl.static_range(HALVES):
-                    tma_load(
-                        q,
-                        [row, half * 64],
-                        q_full.index(slot),
-                        q_smem.index(slot * HALVES + half).slice(e * G, G, dim=0),
-                    )
-        done += tiles
-        turn += 1
-        head, page, lo, hi = next_head, next_page, next_lo, next_hi
+    total = _total(counts, units)
+    if first < total:
+        # everything about an item is loaded one item ahead, everything about a tile one tile ahead
+        unit, begin, end, index = _advance(counts, first, unit, begin, gl.load(counts), total - 1)
+        item = items + (unit * capacity + index) * 8
+        head, page, lo, hi = gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
+        for it in range(first, total, step):
+            fetch_block(k_cache, v_cache, page, head, turn, k_to, v_to, kv_full, kv_empty, D, BLOCK, 2, 2)
+            unit, begin, end, index = _advance(counts, it + step, unit, begin, end, total - 1)
+            item = items + (unit * capacity + index) * 8
+            next_head, next_page = gl.load(item), gl.load(item + 1)
+            next_lo, next_hi = gl.load(item + 2), gl.load(item + 3)
+            own = entries + head.to(gl.int64) * T * S
+            tiles = (hi - lo + QT - 1) // QT
+            ahead = _entries_at(own, lo, hi, QT)
+            for tile in range(tiles):
+                now = ahead
+                ahead = _entries_at(own, lo + (tile + 1) * QT, hi, QT)
+                slot = (done + tile) % SLOTS
+                mbarrier.wait(q_empty.index(slot), (((done + tile) // SLOTS) & 1) ^ 1)
+                mbarrier.expect(q_full.index(slot), 2 * ROWS * D)
+                for e in gl.static_range(QT):
+                    row = (now[e] // S * HKV + head) * G
+                    for half in gl.static_range(HALVES):
+                        tma_load(
+                            q,
+                            [row, half * 64],
+                            q_full.index(slot),
+                            q_smem.index(slot * HALVES + half).slice(e * G, G, dim=0),
+                        )
+            done += tiles
+            turn += 1
+            head, page, lo, hi = next_head, next_page, next_lo, next_hi
+
+
+@gluon.jit
+def _entries_of(own, at, hi, S: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
+    """The entry of each row of a tile, and the token of its earliest query."""
+    mma_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_s))
+    entry = gl.load(own + gl.minimum(at + row // G, hi - 1))
+    earliest = gl.load(own + at)
+    for e in gl.static_range(1, ROWS // G):
+        earliest = gl.minimum(earliest, gl.load(own + gl.minimum(at + e, hi - 1)))
+    return entry, earliest // S
+
+
+@gluon.jit
+def _weigh(s, entry, earliest, at, hi, shift, partial_lse, scale_log2, head, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
+    """Weights of a tile's scores as the left side of the product with V, and what their sum must be divided by."""
+    mma_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
+    mma_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma_o, k_width=2)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_s))
+    if shift + earliest < BLOCK - 1:
+        key = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma_s))
+        s = gl.where(key[None, :] <= (shift + entry // S)[:, None], s, float("-inf"))
+    top = gl.max(s, 1) * scale_log2
+    p = gl.exp2(s * scale_log2 - top[:, None])
+    total = gl.sum(p, 1)
+    pair = (entry // S * HKV + head) * S + entry % S
+    gl.store(partial_lse + pair * G + row % G, (top + gl.log2(total)) * 0.6931471805599453, mask=at + row // G < hi)
+    return gl.convert_layout(p.to(ELEMENT), weights), gl.convert_layout(1.0 / total, gl.SliceLayout(1, mma_o))
+
+
+@gluon.jit
+def _places_of(own, at, hi, head, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, ROWS: gl.constexpr, out_layout: gl.constexpr):  # fmt: skip
+    """Row of partial_out of each row of a tile, or −1."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
+    entry = gl.load(own + gl.minimum(at + row // G, hi - 1))
+    pair = (entry // S * HKV + head) * S + entry % S
+    return gl.where(at + row // G < hi, pair * G + row % G, -1)
+
+
+@gluon.jit
+def _store(o, gain, place, partial_out, D: gl.constexpr, out_layout: gl.constexpr):
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, out_layout))
+    scaled = (o * gain[:, None]).to(partial_out.dtype.element_ty)
+    gl.store(
+        partial_out + (place * D)[:, None] + column[None, :],
+        gl.convert_layout(scaled, out_layout),
+        mask=(place >= 0)[:, None],
+    )
 
 
 @gluon.jit
 def _attend(
-    entries, items, counts, capacity, partial_out, partial_lse,
+    entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale,
     k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T,
-    S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr, WG: gl.constexpr,
+    S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
+    SLOTS: gl.constexpr, WGS: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = D // 64
     QT: gl.constexpr = ROWS // G
+    ELEMENT: gl.constexpr = partial_out.dtype.element_ty
     mma_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
     mma_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    weights: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma_o, k_width=2)
     # 8 bytes to a thread, a whole sector to four, one exchange between neighbours away from mma_o
     out_layout: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]]
@@ -126,92 +185,146 @@ def _attend(
         block_bases=[],
         shape=[ROWS, D],
     )
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_s))
-    key = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma_s))
-    out_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, out_layout))
     s = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma_s)
     o = gl.zeros([ROWS, D], gl.float32, layout=mma_o)
     done = 0
     turn = 0
+    unit = 0
+    begin = 0
     first = gl.program_id(0)
     step = gl.num_programs(0)
-    count = _total(counts, PARTS)
-    item = items + _place(counts, gl.minimum(first, gl.maximum(count - 1, 0)), capacity, PARTS)
-    head, lo, hi, shift = gl.load(item), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
-    for it in range(first, count, step):
-        item = items + _place(counts, gl.minimum(it + step, count - 1), capacity, PARTS)
-        next_head, next_lo, next_hi, next_shift = gl.load(item), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
-        own = entries + head.to(gl.int64) * T * S
-        tiles = (hi - lo + QT - 1) // QT
-        stage = turn % 2
-        mbarrier.wait(kv_full.index(stage), (turn // 2) & 1)
-        for tile in range((WG + WGS - done % WGS) % WGS, tiles, WGS):
-            at = lo + tile * QT + row // G
-            entry = gl.load(own + gl.minimum(at, hi - 1))
-            # entries ascend: the first is the earliest query
-            is_masked = shift + gl.load(own + lo + tile * QT) // S < BLOCK - 1
-            out_at = lo + tile * QT + out_row // G
-            out_entry = gl.load(own + gl.minimum(out_at, hi - 1))
-            slot = (done + tile) % SLOTS
-            mbarrier.wait(q_full.index(slot), ((done + tile) // SLOTS) & 1)
-            for half in gl.static_range(HALVES):
-                s = warpgroup_mma(
-                    q_smem.index(slot * HALVES + half),
-                    k_smem.index(stage * HALVES + half).reshape([BLOCK, 64]).permute((1, 0)),
-                    s,
-                    use_acc=half > 0,
-                    is_async=True,
-                )
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(q_empty.index(slot), count=1)
-            if is_masked:
-                s = gl.where(key[None, :] <= (shift + entry // S)[:, None], s, float("-inf"))
-            top = gl.max(s, 1) * scale_log2
-            p = gl.exp2(s * scale_log2 - top[:, None])
-            total = gl.sum(p, 1)
-            p = gl.convert_layout(p.to(q_smem.dtype), weights)
-            o = warpgroup_mma(p, v_smem.index(stage).reshape([BLOCK, D]), o, use_acc=False, is_async=True)
-            part = (entry // S).to(gl.int64) * (HKV * S) + (head * S + entry % S)
-            gl.store(partial_lse + part * G + row % G, (top + gl.log2(total)) * 0.6931471805599453, mask=at < hi)
-            o = warpgroup_mma_wait(0, deps=(o,))
-            scaled = o * gl.convert_layout(1.0 / total, gl.SliceLayout(1, mma_o))[:, None]
-            part = (out_entry // S).to(gl.int64) * (HKV * S) + (head * S + out_entry % S)
-            gl.store(
-                partial_out + (part * G + out_row % G)[:, None] * D + column[None, :],
-                gl.convert_layout(scaled.to(partial_out.dtype.element_ty), out_layout),
-                mask=(out_at < hi)[:, None],
-            )
-        mbarrier.arrive(kv_empty.index(stage), count=1)
-        done += tiles
-        turn += 1
-        head, lo, hi, shift = next_head, next_lo, next_hi, next_shift
+    count = _total(counts, units)
+    if first < count:
+        unit, begin, end, index = _advance(counts, first, unit, begin, gl.load(counts), count - 1)
+        item = items + (unit * capacity + index) * 8
+        head, lo, hi, shift = gl.load(item), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
+        for it in range(first, count, step):
+            unit, begin, end, index = _advance(counts, it + step, unit, begin, end, count - 1)
+            item = items + (unit * capacity + index) * 8
+            next_head, next_lo = gl.load(item), gl.load(item + 2)
+            next_hi, next_shift = gl.load(item + 3), gl.load(item + 4)
+            own = entries + head.to(gl.int64) * T * S
+            k_scale_log2 = scale_log2
+            if K_SCALES > 0:
+                k_scale_log2 *= gl.load(k_scale + (head if K_SCALES > 1 else 0))
+            v_gain = 1.0
+            if V_SCALES > 0:
+                v_gain = gl.load(v_scale + (head if V_SCALES > 1 else 0))
+            tiles = (hi - lo + QT - 1) // QT
+            stage = turn % 2
+            mbarrier.wait(kv_full.index(stage), (turn // 2) & 1)
+            for tile in range((WG + WGS - done % WGS) % WGS, tiles, WGS):
+                at = lo + tile * QT
+                entry, earliest = _entries_of(own, at, hi, S, G, D, BLOCK, ROWS)
+                place = _places_of(own, at, hi, head, S, HKV, G, ROWS, out_layout)
+                slot = (done + tile) % SLOTS
+                mbarrier.wait(q_full.index(slot), ((done + tile) // SLOTS) & 1)
+                for half in gl.static_range(HALVES):
+                    s = warpgroup_mma(
+                        q_smem.index(slot * HALVES + half),
+                        k_smem.index(stage * HALVES + half).reshape([BLOCK, 64]).permute((1, 0)),
+                        s,
+                        use_acc=half > 0,
+                        is_async=True,
+                    )
+                s = warpgroup_mma_wait(0, deps=(s,))
+                mbarrier.arrive(q_empty.index(slot), count=1)
+                p, gain = _weigh(s, entry, earliest, at, hi, shift, partial_lse, k_scale_log2, head, S, HKV, G, D, BLOCK, ROWS, ELEMENT)  # fmt: skip
+                o = warpgroup_mma(p, v_smem.index(stage).reshape([BLOCK, D]), o, use_acc=False, is_async=True)
+                o = warpgroup_mma_wait(0, deps=(o,))
+                _store(o, gain * v_gain if V_SCALES > 0 else gain, place, partial_out, D, out_layout)
+            mbarrier.arrive(kv_empty.index(stage), count=1)
+            done += tiles
+            turn += 1
+            head, lo, hi, shift = next_head, next_lo, next_hi, next_shift
 
 
 @gluon.jit
-def _attend_0(entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
-    _attend(entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS, 0)  # fmt: skip
+def _attend_0(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
+    _attend(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES, 0)  # fmt: skip
 
 
 @gluon.jit
-def _attend_1(entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
-    _attend(entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS, 1)  # fmt: skip
+def _attend_1(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
+    _attend(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES, 1)  # fmt: skip
 
 
 @gluon.jit
-def _attend_2(entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
-    _attend(entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS, 2)  # fmt: skip
+def _attend_2(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
+    _attend(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES, 2)  # fmt: skip
 
 
 @gluon.jit
+def _fetch_and_widen(
+    q, k_cache, v_cache, entries, items, counts, capacity, units, k_raw, v_raw, k_smem, v_smem, q_smem,
+    raw_full, raw_empty, kv_full, kv_empty, q_full, q_empty, T,
+    S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """What `_fetch` does, by four warps that bring K and V by way of a buffer of 8 bits."""
+    HALVES: gl.constexpr = D // 64
+    QT: gl.constexpr = ROWS // G
+    done = 0
+    turn = 0
+    unit = 0
+    begin = 0
+    first = gl.program_id(0)
+    step = gl.num_programs(0)
+    total = _total(counts, units)
+    if first < total:
+        unit, begin, end, index = _advance(counts, first, unit, begin, gl.load(counts), total - 1)
+        item = items + (unit * capacity + index) * 8
+        head, page, lo, hi = gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
+        fetch_block(k_cache, v_cache, page, head, turn, k_raw, v_raw, raw_full, raw_empty, D, BLOCK, 1, 1)
+        for it in range(first, total, step):
+            unit, begin, end, index = _advance(counts, it + step, unit, begin, end, total - 1)
+            item = items + (unit * capacity + index) * 8
+            next_head, next_page = gl.load(item), gl.load(item + 1)
+            next_lo, next_hi = gl.load(item + 2), gl.load(item + 3)
+            stage = turn % 2
+            mbarrier.wait(raw_full.index(0), turn & 1)
+            mbarrier.wait(kv_empty.index(stage), ((turn // 2) & 1) ^ 1)
+            widen(k_raw, v_raw, k_smem, v_smem, stage, D, BLOCK)
+            fence_async_shared()
+            mbarrier.arrive(raw_empty.index(0), count=1)
+            mbarrier.arrive(kv_full.index(stage), count=1)
+            turn += 1
+            if it + step < total:
+                fetch_block(k_cache, v_cache, next_page, next_head, turn, k_raw, v_raw, raw_full, raw_empty, D, BLOCK, 1, 1)  # fmt: skip
+            own = entries + head.to(gl.int64) * T * S
+            tiles = (hi - lo + QT - 1) // QT
+            ahead = _entries_at(own, lo, hi, QT)
+            for tile in range(tiles):
+                now = ahead
+                ahead = _entries_at(own, lo + (tile + 1) * QT, hi, QT)
+                slot = (done + tile) % SLOTS
+                mbarrier.wait(q_empty.index(slot), (((done + tile) // SLOTS) & 1) ^ 1)
+                mbarrier.expect(q_full.index(slot), 2 * ROWS * D)
+                for e in gl.static_range(QT):
+                    row = (now[e] // S * HKV + head) * G
+                    for half in gl.static_range(HALVES):
+                        tma_load(
+                            q,
+                            [row, half * 64],
+                            q_full.index(slot),
+                            q_smem.index(slot * HALVES + half).slice(e * G, G, dim=0),
+                        )
+            done += tiles
+            head, page, lo, hi = next_head, next_page, next_lo, next_hi
+
+
+@gluon.jit(do_not_specialize=["capacity", "units", "T"])
 def _attend_kernel(
     q,
     k_cache,
     v_cache,
+    k_scale,
+    v_scale,
     entries,
     items,
     counts,
     capacity,
+    units,
     partial_out,
     partial_lse,
     scale_log2,
@@ -223,14 +336,18 @@ def _attend_kernel(
     BLOCK: gl.constexpr,
     ROWS: gl.constexpr,
     SLOTS: gl.constexpr,
-    PARTS: gl.constexpr,
     WGS: gl.constexpr,
+    K_SCALES: gl.constexpr,
+    V_SCALES: gl.constexpr,
+    WIDEN: gl.constexpr,
+    K_LAYOUT: gl.constexpr,
+    V_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     HALVES: gl.constexpr = D // 64
     element: gl.constexpr = partial_out.dtype.element_ty
-    k_smem = gl.allocate_shared_memory(element, [2 * HALVES, 1, 1, BLOCK, 64], k_cache.layout)
-    v_smem = gl.allocate_shared_memory(element, [2, 1, 1, BLOCK, D], v_cache.layout)
+    k_smem = gl.allocate_shared_memory(element, [2 * HALVES, 1, 1, BLOCK, 64], K_LAYOUT)
+    v_smem = gl.allocate_shared_memory(element, [2, 1, 1, BLOCK, D], V_LAYOUT)
     q_smem = gl.allocate_shared_memory(element, [SLOTS * HALVES, ROWS, 64], q.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -242,26 +359,33 @@ def _attend_kernel(
     for i in gl.static_range(SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
-    if WGS == 3:
+    if WIDEN:
+        k_raw = gl.allocate_shared_memory(k_cache.dtype, [HALVES, 1, 1, BLOCK, 64], k_cache.layout)
+        v_raw = gl.allocate_shared_memory(v_cache.dtype, [1, 1, 1, BLOCK, D], v_cache.layout)
+        raw_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        raw_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(raw_full.index(0), count=1)
+        mbarrier.init(raw_empty.index(0), count=1)
         gl.warp_specialize(
             [
-                (_attend_0, (entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
-                (_attend_1, (entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
-                (_attend_2, (entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
-                (_fetch, (q, k_cache, v_cache, entries, items, counts, capacity, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS)),
+                (_attend_0, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
+                (_attend_1, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
+                (_attend_2, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
+                (_fetch_and_widen, (q, k_cache, v_cache, entries, items, counts, capacity, units, k_raw, v_raw, k_smem, v_smem, q_smem, raw_full, raw_empty, kv_full, kv_empty, q_full, q_empty, T, S, HKV, G, D, BLOCK, ROWS, SLOTS)),
             ],
-            [4, 4, 1],
+            [4, 4, 4],
             [160, 160, 32],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_attend_0, (entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
-                (_attend_1, (entries, items, counts, capacity, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS, WGS)),
-                (_fetch, (q, k_cache, v_cache, entries, items, counts, capacity, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, PARTS)),
+                (_attend_0, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
+                (_attend_1, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
+                (_attend_2, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
+                (_fetch, (q, k_cache, v_cache, entries, items, counts, capacity, units, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, S, HKV, G, D, BLOCK, ROWS, SLOTS)),
             ],
-            [4, 1],
-            [232, 24],
+            [4, 4, 1],
+            [160, 160, 32],
         )  # fmt: skip
 
 
@@ -281,42 +405,35 @@ def why_not(
         return "the head dim and the block size must be 64 or 128"
     if q.stride(0) != q.shape[1] * q.stride(1):
         return "q's heads must lie at even distances"
-    tensors = (q, k_cache, v_cache)
-    if any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1]) for x in tensors):
+    if any(x.data_ptr() % 16 or any(n * x.itemsize % 16 for n in x.stride()[:-1]) for x in (q, k_cache, v_cache)):
         return "q and the caches must lie on 16-byte boundaries"
     return None
 
 
-def attend_items(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    entries: torch.Tensor,
-    items: torch.Tensor,
-    counts: torch.Tensor,
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    *,
-    scale: float,
-    slots: int = 6,
-    warpgroups: int = 3,
-) -> None:
-    """Partial outputs of the (query, block) pairs of some work items, whose blocks are full of tokens."""
-    num_tokens, num_kv_heads, topk, group, dim = partial_out.shape
-    block_size = k_cache.shape[1]
+def finish(batch: Batch, work: Plan) -> None:
+    """Attention over the blocks that are full of tokens, and the sum of the parts."""
+    if work.shared is not None:
+        attend_shared(batch, work.shared)
+    num_tokens, num_kv_heads, topk, group, dim = batch.partial_out.shape
+    q, block_size = batch.q, batch.k_cache.shape[1]
     rows = q.as_strided((num_tokens * num_kv_heads * group, dim), (q.stride(1), 1))
+    units, capacity = work.items.shape[:2]
+    is_narrow = batch.k_cache.itemsize == 1
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count
-    _attend_kernel[(min(items.shape[0] * items.shape[1], workers),)](
+    _attend_kernel[(min(units * capacity, workers),)](
         descriptor(rows, (group, 64)),
-        descriptor(k_cache.permute(0, 2, 1, 3), (1, 1, block_size, 64)),
-        descriptor(v_cache.permute(0, 2, 1, 3), (1, 1, block_size, dim)),
-        entries,
-        items,
-        counts,
-        items.shape[-2],
-        partial_out,
-        partial_lse,
-        scale * math.log2(math.e),
+        descriptor(batch.k_cache.permute(0, 2, 1, 3), (1, 1, block_size, 64)),
+        descriptor(batch.v_cache.permute(0, 2, 1, 3), (1, 1, block_size, dim)),
+        batch.k_scale if batch.k_scale is not None else batch.partial_lse,
+        batch.v_scale if batch.v_scale is not None else batch.partial_lse,
+        work.entries,
+        work.items,
+        work.counts,
+        capacity,
+        units,
+        batch.partial_out,
+        batch.partial_lse,
+        batch.scale * math.log2(math.e),
         num_tokens,
         S=topk,
         HKV=num_kv_heads,
@@ -324,44 +441,36 @@ def attend_items(
         D=dim,
         BLOCK=block_size,
         ROWS=ROWS,
-        SLOTS=slots,
-        PARTS=items.shape[0],
-        WGS=warpgroups,
+        # a multiple of the warpgroups, as many as fit
+        SLOTS=WARPGROUPS if is_narrow else 2 * WARPGROUPS,
+        WGS=WARPGROUPS,
+        K_SCALES=0 if batch.k_scale is None else batch.k_scale.numel(),
+        V_SCALES=0 if batch.v_scale is None else batch.v_scale.numel(),
+        WIDEN=is_narrow,
+        K_LAYOUT=layout((1, 1, block_size, 64), q.dtype),
+        V_LAYOUT=layout((1, 1, block_size, dim), q.dtype),
         num_warps=4,
     )
+    launch_combine(batch.partial_out, batch.partial_lse, batch.out, None, work.part_bits)
 
 
 def sparse_attend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_ids: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    *,
-    scale: float,
-    max_query_len: int,
-    out: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    item: int = 128,
-    parts: int = 1,
-    share: bool = True,
+    *args: torch.Tensor,
+    share: bool | None = None,
+    **options: Any,
 ) -> torch.Tensor:
+    """`share`: whether blocks that neighbours share are attended to apart; None: not with 8-bit caches."""
+    if share is None:
+        share = k_cache.itemsize > 1
     return triton_kv_major.sparse_attend(
         q,
         k_cache,
         v_cache,
-        block_ids,
-        block_table,
-        seq_lens,
-        cu_query_lens,
-        scale=scale,
-        max_query_len=max_query_len,
-        out=out,
-        item=item,
-        parts=parts,
-        full_blocks=attend_items,
-        shared_blocks=attend_shared if share else None,
+        *args,
+        tile=256 * k_cache.shape[2] // q.shape[1] if share else 0,
+        finish=finish,
+        **options,
     )

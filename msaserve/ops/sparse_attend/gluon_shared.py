@@ -3,7 +3,8 @@
 A tile is 256 rows: neighbouring queries times the group. A fetching warp brings the tile's queries and, block after
 block, K and V; two warpgroups keep two running softmaxes of 64 rows each in registers. A block that none of 64 rows
 chose costs them nothing, one that only some chose is masked for the others. Each query's result leaves once, as the
-partial output of the first of its shared places (`remap.triton.SharedBlocks`).
+partial output of the first of its shared places (`remap.plan_triton.SharedBlocks`). Caches of 8 bits pass through a
+warpgroup that widens them.
 """
 
 # Argument lists that Triton must see written out are longer than a line.
@@ -15,22 +16,55 @@ import math
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from msaserve.ops.gluon_tma import descriptor, tma_load
-from msaserve.ops.remap.triton import SharedBlocks
+from msaserve.ops.gluon_tma import descriptor, layout, tma_load
+from msaserve.ops.remap.plan_triton import SharedBlocks
+from msaserve.ops.sparse_attend.triton_kv_major import Batch
 
 ROWS = 64
 """Rows of one running softmax; a tile has four."""
 
 
 @gluon.jit
+def fetch_block(
+    k_cache, v_cache, page, head, at, k_to, v_to, kv_full, kv_empty,
+    D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CACHE_BYTES: gl.constexpr,
+):  # fmt: skip
+    stage = at % STAGES
+    mbarrier.wait(kv_empty.index(stage), ((at // STAGES) & 1) ^ 1)
+    mbarrier.expect(kv_full.index(stage), 2 * BLOCK * D * CACHE_BYTES)
+    for half in gl.static_range(D // 64):
+        tma_load(k_cache, [page, head, 0, half * 64], kv_full.index(stage), k_to.index(stage * (D // 64) + half))
+    tma_load(v_cache, [page, head, 0, 0], kv_full.index(stage), v_to.index(stage))
+
+
+@gluon.jit
+def _fetch_queries(q, token, head, turn, q_smem, q_full, q_empty, G: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr):
+    for part in gl.static_range(4):
+        mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
+        mbarrier.expect(q_full.index(part), 2 * ROWS * D)
+        for half in gl.static_range(D // 64):
+            tma_load(
+                q,
+                [token + part * (ROWS // G), head * G, half * 64],
+                q_full.index(part),
+                q_smem.index(part * (D // 64) + half),
+            )
+
+
+@gluon.jit
 def _fetch(
-    q, k_cache, v_cache, block_table, tiles, blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty,
+    q, k_cache, v_cache, block_table, tiles, blocks, k_to, v_to, q_smem, kv_full, kv_empty, q_full, q_empty,
     num_tiles, total, stride_bt,
     G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr,
+    STAGES: gl.constexpr, CACHE_BYTES: gl.constexpr,
 ):  # fmt: skip
-    HALVES: gl.constexpr = D // 64
     done = 0
     turn = 0
     for it in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -39,32 +73,70 @@ def _fetch(
             head = it // num_tiles
             pages = block_table + gl.load(tiles + it * 4).to(gl.int64) * stride_bt
             token = gl.load(tiles + it * 4 + 1)
-            mbarrier.wait(q_empty, (turn & 1) ^ 1)
-            mbarrier.expect(q_full, 8 * ROWS * D)
-            for part in gl.static_range(4):
-                for half in gl.static_range(HALVES):
-                    tma_load(
-                        q, [token + part * (ROWS // G), head * G, half * 64], q_full, q_smem.index(part * HALVES + half)
-                    )
             own = blocks + it.to(gl.int64) * (CAPACITY * 2)
             page = gl.load(pages + gl.load(own))
-            for i in range(count):
-                stage = (done + i) % 2
-                mbarrier.wait(kv_empty.index(stage), (((done + i) // 2) & 1) ^ 1)
-                mbarrier.expect(kv_full.index(stage), 4 * BLOCK * D)
-                for half in gl.static_range(HALVES):
-                    tma_load(
-                        k_cache, [page, head, 0, half * 64], kv_full.index(stage), k_smem.index(stage * HALVES + half)
-                    )
-                tma_load(v_cache, [page, head, 0, 0], kv_full.index(stage), v_smem.index(stage))
+            # K and V first: their buffers are free before the last tile's queries are
+            fetch_block(k_cache, v_cache, page, head, done, k_to, v_to, kv_full, kv_empty, D, BLOCK, STAGES, CACHE_BYTES)  # fmt: skip
+            page = gl.load(pages + gl.load(own + gl.minimum(1, count - 1) * 2))
+            _fetch_queries(q, token, head, turn, q_smem, q_full, q_empty, G, D, ROWS)
+            for i in range(1, count):
+                fetch_block(k_cache, v_cache, page, head, done + i, k_to, v_to, kv_full, kv_empty, D, BLOCK, STAGES, CACHE_BYTES)  # fmt: skip
                 page = gl.load(pages + gl.load(own + gl.minimum(i + 1, count - 1) * 2))
             done += count
             turn += 1
 
 
 @gluon.jit
+def widen(k_raw, v_raw, k_smem, v_smem, stage, D: gl.constexpr, BLOCK: gl.constexpr):
+    """A block's K and V from 8 bits to the queries' type, 32 rows at a time, by four warps."""
+    k_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    v_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    for part in gl.static_range(BLOCK // 32):
+        for half in gl.static_range(D // 64):
+            k = k_raw.index(half).reshape([BLOCK, 64]).slice(part * 32, 32, dim=0).load(k_layout)
+            to = k_smem.index(stage * (D // 64) + half).reshape([BLOCK, 64]).slice(part * 32, 32, dim=0)
+            to.store(k.to(k_smem.dtype))
+        v = v_raw.index(0).reshape([BLOCK, D]).slice(part * 32, 32, dim=0).load(v_layout)
+        v_smem.index(stage).reshape([BLOCK, D]).slice(part * 32, 32, dim=0).store(v.to(v_smem.dtype))
+
+
+@gluon.jit
+def _fetch_and_widen(
+    q, k_cache, v_cache, block_table, tiles, blocks, k_raw, v_raw, k_smem, v_smem, q_smem,
+    raw_full, raw_empty, kv_full, kv_empty, q_full, q_empty, num_tiles, total, stride_bt,
+    G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr,
+):  # fmt: skip
+    """What `_fetch` does, by four warps that bring K and V by way of a buffer of 8 bits."""
+    done = 0
+    turn = 0
+    for it in range(gl.program_id(0), total, gl.num_programs(0)):
+        count = gl.load(tiles + it * 4 + 3)
+        if count > 0:
+            head = it // num_tiles
+            pages = block_table + gl.load(tiles + it * 4).to(gl.int64) * stride_bt
+            token = gl.load(tiles + it * 4 + 1)
+            own = blocks + it.to(gl.int64) * (CAPACITY * 2)
+            page = gl.load(pages + gl.load(own))
+            fetch_block(k_cache, v_cache, page, head, done, k_raw, v_raw, raw_full, raw_empty, D, BLOCK, 1, 1)
+            _fetch_queries(q, token, head, turn, q_smem, q_full, q_empty, G, D, ROWS)
+            for i in range(count):
+                page = gl.load(pages + gl.load(own + gl.minimum(i + 1, count - 1) * 2))
+                stage = (done + i) % 2
+                mbarrier.wait(raw_full.index(0), (done + i) & 1)
+                mbarrier.wait(kv_empty.index(stage), (((done + i) // 2) & 1) ^ 1)
+                widen(k_raw, v_raw, k_smem, v_smem, stage, D, BLOCK)
+                fence_async_shared()
+                mbarrier.arrive(raw_empty.index(0), count=1)
+                mbarrier.arrive(kv_full.index(stage), count=1)
+                if i + 1 < count:
+                    fetch_block(k_cache, v_cache, page, head, done + i + 1, k_raw, v_raw, raw_full, raw_empty, D, BLOCK, 1, 1)  # fmt: skip
+            done += count
+            turn += 1
+
+
+@gluon.jit
 def _step(
-    q_smem, k_smem, v_smem, stage, bits, first, o, top, total, scale_log2,
+    q_smem, k_smem, v_smem, stage, q_empty, is_last, bits, first, o, top, total, scale_log2,
     PART: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """One block for 64 rows. `first`: position of their first query, counted from the block's first slot."""
@@ -82,6 +154,7 @@ def _step(
             is_async=True,
         )
     s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(q_empty.index(PART), count=1, pred=is_last)
     if (bits != (1 << (ROWS // G)) - 1) | (first < BLOCK - 1):
         query = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_s)) // G
         key = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma_s))
@@ -102,7 +175,7 @@ def _step(
 
 @gluon.jit
 def _store(
-    o, top, total, places, partial_out, partial_lse, head, token, end, T,
+    o, top, total, gain, places, partial_out, partial_lse, head, token, end, T,
     S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     mma_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
@@ -119,7 +192,7 @@ def _store(
     place = gl.load(places + head.to(gl.int64) * T + t, mask=t < end, other=-1)
     pair = t.to(gl.int64) * (HKV * S) + head * S + place
     gl.store(partial_lse + pair * G + row % G, (top + gl.log2(total)) * 0.6931471805599453, mask=place >= 0)
-    scaled = o * gl.convert_layout(1.0 / gl.where(total > 0, total, 1.0), gl.SliceLayout(1, mma_o))[:, None]
+    scaled = o * gl.convert_layout(gain / gl.where(total > 0, total, 1.0), gl.SliceLayout(1, mma_o))[:, None]
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, out_layout))
     t = token + row // G
@@ -134,10 +207,10 @@ def _store(
 
 @gluon.jit
 def _attend(
-    seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse,
+    seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale,
     k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T,
     S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    ROWS: gl.constexpr, CAPACITY: gl.constexpr, WG: gl.constexpr,
+    ROWS: gl.constexpr, CAPACITY: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
     QT: gl.constexpr = ROWS // G
     mma_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
@@ -160,7 +233,11 @@ def _attend(
             o_a = gl.zeros([ROWS, D], gl.float32, layout=mma_o)
             o_b = gl.zeros([ROWS, D], gl.float32, layout=mma_o)
             own = blocks + it.to(gl.int64) * (CAPACITY * 2)
-            mbarrier.wait(q_full, turn & 1)
+            scale_log2_k = scale_log2
+            if K_SCALES > 0:
+                scale_log2_k *= gl.load(k_scale + (head if K_SCALES > 1 else 0))
+            mbarrier.wait(q_full.index(2 * WG), turn & 1)
+            mbarrier.wait(q_full.index(2 * WG + 1), turn & 1)
             n = gl.load(own)
             queries = gl.load(own + 1)
             for i in range(count):
@@ -172,37 +249,44 @@ def _attend(
                 bits_a = (queries >> (2 * WG * QT)) & FULL
                 bits_b = (queries >> ((2 * WG + 1) * QT)) & FULL
                 mbarrier.wait(kv_full.index(stage), ((done + i) // 2) & 1)
+                is_last = i == count - 1
                 if bits_a != 0:
                     o_a, top_a, total_a = _step(
-                        q_smem, k_smem, v_smem, stage, bits_a, first + 2 * WG * QT, o_a, top_a, total_a, scale_log2,
-                        2 * WG, G, D, BLOCK, ROWS,
+                        q_smem, k_smem, v_smem, stage, q_empty, is_last, bits_a, first + 2 * WG * QT,
+                        o_a, top_a, total_a, scale_log2_k, 2 * WG, G, D, BLOCK, ROWS,
                     )  # fmt: skip
+                else:
+                    mbarrier.arrive(q_empty.index(2 * WG), count=1, pred=is_last)
                 if bits_b != 0:
                     o_b, top_b, total_b = _step(
-                        q_smem, k_smem, v_smem, stage, bits_b, first + (2 * WG + 1) * QT, o_b, top_b, total_b, scale_log2,
-                        2 * WG + 1, G, D, BLOCK, ROWS,
+                        q_smem, k_smem, v_smem, stage, q_empty, is_last, bits_b, first + (2 * WG + 1) * QT,
+                        o_b, top_b, total_b, scale_log2_k, 2 * WG + 1, G, D, BLOCK, ROWS,
                     )  # fmt: skip
+                else:
+                    mbarrier.arrive(q_empty.index(2 * WG + 1), count=1, pred=is_last)
                 mbarrier.arrive(kv_empty.index(stage), count=1)
                 n = next_n
                 queries = next_queries
-            mbarrier.arrive(q_empty, count=1)
-            _store(o_a, top_a, total_a, places, partial_out, partial_lse, head, token + 2 * WG * QT, end, T, S, HKV, G, D, BLOCK, ROWS)  # fmt: skip
-            _store(o_b, top_b, total_b, places, partial_out, partial_lse, head, token + (2 * WG + 1) * QT, end, T, S, HKV, G, D, BLOCK, ROWS)  # fmt: skip
+            gain = 1.0
+            if V_SCALES > 0:
+                gain = gl.load(v_scale + (head if V_SCALES > 1 else 0))
+            _store(o_a, top_a, total_a, gain, places, partial_out, partial_lse, head, token + 2 * WG * QT, end, T, S, HKV, G, D, BLOCK, ROWS)  # fmt: skip
+            _store(o_b, top_b, total_b, gain, places, partial_out, partial_lse, head, token + (2 * WG + 1) * QT, end, T, S, HKV, G, D, BLOCK, ROWS)  # fmt: skip
             done += count
             turn += 1
 
 
 @gluon.jit
-def _attend_0(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr):  # fmt: skip
-    _attend(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, 0)  # fmt: skip
+def _attend_0(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
+    _attend(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, K_SCALES, V_SCALES, 0)  # fmt: skip
 
 
 @gluon.jit
-def _attend_1(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr):  # fmt: skip
-    _attend(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, 1)  # fmt: skip
+def _attend_1(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
+    _attend(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, K_SCALES, V_SCALES, 1)  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_tiles", "total", "T"])
 def _shared_kernel(
     q,
     k_cache,
@@ -215,6 +299,8 @@ def _shared_kernel(
     places,
     partial_out,
     partial_lse,
+    k_scale,
+    v_scale,
     scale_log2,
     num_tiles,
     total,
@@ -227,70 +313,82 @@ def _shared_kernel(
     BLOCK: gl.constexpr,
     ROWS: gl.constexpr,
     CAPACITY: gl.constexpr,
+    K_SCALES: gl.constexpr,
+    V_SCALES: gl.constexpr,
+    WIDEN: gl.constexpr,
+    K_LAYOUT: gl.constexpr,
+    V_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     HALVES: gl.constexpr = D // 64
     element: gl.constexpr = partial_out.dtype.element_ty
-    k_smem = gl.allocate_shared_memory(element, [2 * HALVES, 1, 1, BLOCK, 64], k_cache.layout)
-    v_smem = gl.allocate_shared_memory(element, [2, 1, 1, BLOCK, D], v_cache.layout)
+    k_smem = gl.allocate_shared_memory(element, [2 * HALVES, 1, 1, BLOCK, 64], K_LAYOUT)
+    v_smem = gl.allocate_shared_memory(element, [2, 1, 1, BLOCK, D], V_LAYOUT)
     q_smem = gl.allocate_shared_memory(element, [4 * HALVES, ROWS // G, G, 64], q.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = q_bars.index(0)
-    q_empty = q_bars.index(1)
+    q_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=2)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
-    gl.warp_specialize(
-        [
-            (_attend_0, (seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY)),
-            (_attend_1, (seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY)),
-            (_fetch, (q, k_cache, v_cache, block_table, tiles, blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, num_tiles, total, stride_bt, G, D, BLOCK, ROWS, CAPACITY)),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+    for i in gl.static_range(4):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    if WIDEN:
+        k_raw = gl.allocate_shared_memory(k_cache.dtype, [HALVES, 1, 1, BLOCK, 64], k_cache.layout)
+        v_raw = gl.allocate_shared_memory(v_cache.dtype, [1, 1, 1, BLOCK, D], v_cache.layout)
+        raw_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        raw_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(raw_full.index(0), count=1)
+        mbarrier.init(raw_empty.index(0), count=1)
+        gl.warp_specialize(
+            [
+                (_attend_0, (seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, K_SCALES, V_SCALES)),
+                (_attend_1, (seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, K_SCALES, V_SCALES)),
+                (_fetch_and_widen, (q, k_cache, v_cache, block_table, tiles, blocks, k_raw, v_raw, k_smem, v_smem, q_smem, raw_full, raw_empty, kv_full, kv_empty, q_full, q_empty, num_tiles, total, stride_bt, G, D, BLOCK, ROWS, CAPACITY)),
+            ],
+            [4, 4],
+            [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_0, (seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, K_SCALES, V_SCALES)),
+                (_attend_1, (seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, K_SCALES, V_SCALES)),
+                (_fetch, (q, k_cache, v_cache, block_table, tiles, blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, num_tiles, total, stride_bt, G, D, BLOCK, ROWS, CAPACITY, 2, 2)),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
 
 
-def attend_shared(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    shared: SharedBlocks,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    *,
-    scale: float,
-) -> None:
+def attend_shared(batch: Batch, shared: SharedBlocks) -> None:
     """Partial outputs of what tiles of 256 / G queries share. What `gluon_kv_major.why_not` asks for is met."""
-    num_tokens, num_kv_heads, topk, group, dim = partial_out.shape
-    block_size = k_cache.shape[1]
+    num_tokens, num_kv_heads, topk, group, dim = batch.partial_out.shape
+    block_size = batch.k_cache.shape[1]
     num_tiles, capacity = shared.blocks.shape[1:3]
     total = num_kv_heads * num_tiles
-    workers = torch.cuda.get_device_properties(q.device).multi_processor_count
+    workers = torch.cuda.get_device_properties(batch.q.device).multi_processor_count
     _shared_kernel[(min(total, workers),)](
-        descriptor(q, (ROWS // group, group, 64)),
-        descriptor(k_cache.permute(0, 2, 1, 3), (1, 1, block_size, 64)),
-        descriptor(v_cache.permute(0, 2, 1, 3), (1, 1, block_size, dim)),
-        block_table,
-        seq_lens,
-        cu_query_lens,
+        descriptor(batch.q, (ROWS // group, group, 64)),
+        descriptor(batch.k_cache.permute(0, 2, 1, 3), (1, 1, block_size, 64)),
+        descriptor(batch.v_cache.permute(0, 2, 1, 3), (1, 1, block_size, dim)),
+        batch.block_table,
+        batch.seq_lens,
+        batch.cu_query_lens,
         shared.tiles,
         shared.blocks,
         shared.places,
-        partial_out,
-        partial_lse,
-        scale * math.log2(math.e),
+        batch.partial_out,
+        batch.partial_lse,
+        batch.k_scale if batch.k_scale is not None else batch.partial_lse,
+        batch.v_scale if batch.v_scale is not None else batch.partial_lse,
+        batch.scale * math.log2(math.e),
         num_tiles,
         total,
         num_tokens,
-        block_table.stride(0),
+        batch.block_table.stride(0),
         S=topk,
         HKV=num_kv_heads,
         G=group,
@@ -298,5 +396,10 @@ def attend_shared(
         BLOCK=block_size,
         ROWS=ROWS,
         CAPACITY=capacity,
+        K_SCALES=0 if batch.k_scale is None else batch.k_scale.numel(),
+        V_SCALES=0 if batch.v_scale is None else batch.v_scale.numel(),
+        WIDEN=batch.k_cache.itemsize == 1,
+        K_LAYOUT=layout((1, 1, block_size, 64), batch.q.dtype),
+        V_LAYOUT=layout((1, 1, block_size, dim), batch.q.dtype),
         num_warps=4,
     )

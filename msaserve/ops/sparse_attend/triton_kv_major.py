@@ -1,14 +1,15 @@
 """sparse_attend KV-block-major: a work item loads one block's K and V once and attends with many queries that chose it.
 
 Each (query, block) pair leaves a bf16 partial output and its log-sum-exp; `combine` adds them. Items come from
-`remap.triton.plan`: those of one stretch of the queries and one head run together, so that the gathered queries and
-the pages stay in L2.
+`remap.plan_triton.plan`: those of one part of the queries and one head stand together, so that the gathered queries
+stay in L2.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,17 +18,20 @@ import triton.language as tl
 from msaserve.ops.combine.triton import launch as launch_combine
 from msaserve.ops.hopper import why_not_triton
 from msaserve.ops.ragged import slice_rows
-from msaserve.ops.remap.triton import plan
+from msaserve.ops.remap.plan_triton import Plan, plan
+from msaserve.ops.triton_ragged import next_power_of_2
 
 PARTIAL_BYTES = 2 << 30
 """Bound on the partial outputs held at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _attend_kernel(
     q,
     k_cache,
     v_cache,
+    k_scale,
+    v_scale,
     entries,
     items,
     counts,
@@ -51,7 +55,8 @@ def _attend_kernel(
     DP: tl.constexpr,
     BLOCK: tl.constexpr,
     M: tl.constexpr,
-    STAGES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
 ):
     part = tl.program_id(1)
     slot = tl.program_id(0)
@@ -76,10 +81,18 @@ def _attend_kernel(
             mask=(key < filled)[:, None] & (d < D)[None, :],
             other=0.0,
         )
+        # 8-bit values are exact in the queries' type
+        k = k.to(q.dtype.element_ty)
+        v = v.to(q.dtype.element_ty)
+        if K_SCALES > 0:
+            scale_log2 *= tl.load(k_scale + (head if K_SCALES > 1 else 0)).to(tl.float32)
+        gain = 1.0
+        if V_SCALES > 0:
+            gain = tl.load(v_scale + (head if V_SCALES > 1 else 0)).to(tl.float32)
         lane = tl.arange(0, M)
         g = lane % GP
         own = entries + head.to(tl.int64) * T * S
-        for i in tl.range(lo, hi, M // GP, num_stages=STAGES):
+        for i in tl.range(lo, hi, M // GP, num_stages=1):
             at = i + lane // GP
             live = (at < hi) & (g < G)
             entry = tl.load(own + at, mask=live, other=0)
@@ -96,7 +109,7 @@ def _attend_kernel(
             top = tl.max(s, 1) * scale_log2
             p = tl.exp2(s * scale_log2 - top[:, None])
             total = tl.sum(p, 1)
-            o = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1.0 / total)[:, None]
+            o = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (gain / total)[:, None]
             pair = (token.to(tl.int64) * HKV + head) * S + entry % S
             tl.store(
                 partial_out + (pair * G + g)[:, None] * D + d[None, :],
@@ -113,30 +126,24 @@ def why_not(
     block_ids: torch.Tensor,
     *args: object,
     scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     **kwargs: object,
 ) -> str | None:
     """None if the kernels can serve these arguments of `sparse_attend`, else the reason."""
     reason = why_not_triton(q)
     if reason is not None:
         return reason
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or {k_cache.dtype, v_cache.dtype} != {q.dtype}:
-        return "q and the caches must be of one dtype: float32, bfloat16 or float16"
-    if q.stride(2) != 1 or scale <= 0 or k_scale is not None or v_scale is not None:
-        return "q's last dimension must be contiguous, scale positive, and k_scale and v_scale None"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"q is {q.dtype}, not float32, bfloat16 or float16"
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
+        return "the caches must both be of q's dtype or both float8_e4m3fn"
+    if q.stride(2) != 1 or scale <= 0:
+        return "q's last dimension must be contiguous and scale positive"
     _, block_size, num_kv_heads, dim = k_cache.shape
     if block_size not in (16, 32, 64, 128) or not 16 <= dim <= 128 or q.shape[1] // num_kv_heads > 128:
         return "blocks of 16 to 128 tokens, a head dim of 16 to 128 and a group of at most 128 are needed"
     if block_ids.shape[2] > 64:
         return "block_ids name over 64 blocks a query"
     return None
-
-
-AttendItems = Callable[..., None]
-"""`attend_items` of this module or of another kernel."""
-AttendShared = Callable[..., None]
-"""`gluon_shared.attend_shared`: what attends with the blocks that neighbours share."""
 
 
 def attend_items(
@@ -150,8 +157,9 @@ def attend_items(
     partial_lse: torch.Tensor,
     *,
     scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     rows: int = 128,
-    stages: int = 1,
     num_warps: int = 8,
     maxnreg: int | None = 128,
 ) -> None:
@@ -161,6 +169,8 @@ def attend_items(
         q,
         k_cache,
         v_cache,
+        k_scale if k_scale is not None else partial_lse,
+        v_scale if v_scale is not None else partial_lse,
         entries,
         items,
         counts,
@@ -179,15 +189,49 @@ def attend_items(
         S=topk,
         HKV=num_kv_heads,
         G=group,
-        GP=triton.next_power_of_2(group),
+        GP=next_power_of_2(group),
         D=dim,
-        DP=triton.next_power_of_2(dim),
+        DP=next_power_of_2(dim),
         BLOCK=k_cache.shape[1],
-        M=max(rows, triton.next_power_of_2(group)),
-        STAGES=stages,
+        M=max(rows, next_power_of_2(group)),
+        K_SCALES=0 if k_scale is None else k_scale.numel(),
+        V_SCALES=0 if v_scale is None else v_scale.numel(),
         num_warps=num_warps,
         maxnreg=maxnreg,
     )
+
+
+class Batch(NamedTuple):
+    """Some queries, their caches and scales, and where their partial results and outputs go."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_query_lens: torch.Tensor
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+    out: torch.Tensor
+    scale: float
+
+
+def finish(batch: Batch, work: Plan) -> None:
+    """Attention over the blocks that are full of tokens, and the sum of the parts."""
+    attend_items(
+        *batch[:3],
+        work.entries,
+        work.items,
+        work.counts,
+        batch.partial_out,
+        batch.partial_lse,
+        scale=batch.scale,
+        k_scale=batch.k_scale,
+        v_scale=batch.v_scale,
+    )
+    launch_combine(batch.partial_out, batch.partial_lse, batch.out, None, work.part_bits)
 
 
 def sparse_attend(
@@ -206,19 +250,19 @@ def sparse_attend(
     v_scale: torch.Tensor | None = None,
     item: int = 128,
     parts: int = 1,
-    full_blocks: AttendItems | None = None,
-    shared_blocks: AttendShared | None = None,
+    tile: int = 0,
+    finish: Callable[[Batch, Plan], None] = finish,
 ) -> torch.Tensor:
+    """`tile`, `parts` and `item` as `remap.plan_triton.plan` has them; `finish` is what attends with what it lists."""
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, _, topk = block_ids.shape
-    batch, max_blocks = block_table.shape
     block_size = k_cache.shape[1]
     group = num_heads // num_kv_heads
     if out is None:
         out = torch.empty_like(q)
-    if min(num_tokens, topk, batch, max_blocks) == 0:
+    if min(num_tokens, topk, block_table.numel()) == 0:
         return out.zero_()
-    per_token = num_heads * topk * (dim * q.element_size() + 4)
+    per_token = num_heads * topk * dim * q.element_size()
     chunk = max(1, min(num_tokens, PARTIAL_BYTES // per_token))
     chunk = -(-num_tokens // -(-num_tokens // chunk))
     partial_out = q.new_empty((chunk, num_kv_heads, topk, group, dim))
@@ -228,9 +272,8 @@ def sparse_attend(
         lens, cu = (seq_lens, cu_query_lens)
         if end - first < num_tokens:
             lens, cu = slice_rows(seq_lens, cu_query_lens, first, end)
-        ids = block_ids[:, first:end]
         work = plan(
-            ids,
+            block_ids[:, first:end],
             block_table,
             lens,
             cu,
@@ -238,30 +281,33 @@ def sparse_attend(
             item=item,
             align=max(1, 64 // group),
             parts=parts,
-            tile=256 // group if shared_blocks is not None else 0,
+            tile=tile,
         )
         some_out, some_lse = partial_out[: end - first], partial_lse[: end - first]
-        attend_full = attend_items if full_blocks is None else full_blocks
-        attend_full(
-            q[first:end], k_cache, v_cache, work.entries, work.items, work.counts, some_out, some_lse, scale=scale
-        )
-        attend_items(
+        batch = Batch(
             q[first:end],
             k_cache,
             v_cache,
+            k_scale,
+            v_scale,
+            block_table,
+            lens,
+            cu,
+            some_out,
+            some_lse,
+            out[first:end],
+            scale,
+        )
+        attend_items(
+            *batch[:3],
             work.entries,
             work.tail_items,
-            work.counts[parts:],
+            work.counts[-1:],
             some_out,
             some_lse,
             scale=scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
-        if shared_blocks is not None:
-            assert work.shared is not None
-            tables = (block_table, lens, cu, some_out, some_lse)
-            shared_blocks(q[first:end], k_cache, v_cache, work.shared, *tables, scale=scale)
-            ids = work.shared.part_ids
-        launch_combine(
-            some_out, some_lse, out[first:end], None, ids, lens, cu, max_blocks=max_blocks, block_size=block_size
-        )
+        finish(batch, work)
     return out
