@@ -3,7 +3,7 @@
     python benchmarks/ops/decode.py [--peers DIR] [--no-check | --check-only]
 
 DIR holds vLLM's kernels as `m3ops.vllm_index_topk` and `m3ops.vllm_sparse_attn`; they are timed in the same run.
-Ours is `select_attend`, and beside it `select_blocks` with `sparse_attend`. Two figures for each shape, both of
+Ours is `select_attend` as `impl=None` takes it, and beside it its "gluon_decode". Two figures for each shape, both of
 CUDA-graph replays. "in a row": steps over several sets of inputs that together are far larger than the L2 cache, as
 the layers of a model follow each other, divided by their number. "single": one step after the cache was filled by
 reading something else, launch of the graph included.
@@ -236,11 +236,12 @@ class Step(NamedTuple):
     def attend(self, block_ids: torch.Tensor, **options: Any) -> torch.Tensor:
         return ops.sparse_attend(self.q, *self.caches, block_ids, *self.where, max_query_len=self.query_len, **options)
 
-    def two_steps(self) -> torch.Tensor:
-        return self.attend(self.select())
+    def ours(self, **options: Any) -> torch.Tensor:
+        args = (self.q, *self.caches, self.index_q, self.index_k, *self.where)
+        return ops.select_attend(*args, **self.selection, **options)[0]
 
-    def ours(self) -> torch.Tensor:
-        return ops.select_attend(self.q, *self.caches, self.index_q, self.index_k, *self.where, **self.selection)[0]
+    def overlapping(self) -> torch.Tensor:
+        return self.ours(impl="gluon_decode")
 
     def dense(self, **options: Any) -> torch.Tensor:
         lens = {"max_query_len": self.query_len, "max_seq_len": self.context}
@@ -312,10 +313,10 @@ def measure(
     bound = 4e-3 if cache_dtype == torch.bfloat16 else 2e-2
     want = steps[0].attend(steps[0].select(), impl="reference")
     assert relative_error(steps[0].ours(), want) < bound
-    assert relative_error(steps[0].two_steps(), want) < bound
+    assert relative_error(steps[0].overlapping(), want) < bound
     cells = [f"{requests}, {context // 1024}K" + (f", {query_len}" if query_len > 1 else ""), f"{floor:.1f}"]
     times: dict[str, tuple[float, float]] = {}
-    for name in ("vllm", "ours", "two_steps") if peers else ("ours", "two_steps"):
+    for name in ("vllm", "ours", "overlapping") if peers else ("ours", "overlapping"):
         calls = [getattr(step, name) for step in steps]
         if name == "vllm" and cache_dtype != torch.bfloat16:
             calls = [partial(step._replace(index_q=step.index_q.to(cache_dtype)).vllm) for step in steps]
@@ -324,10 +325,10 @@ def measure(
     if peers and cache_dtype == torch.bfloat16:
         assert relative_error(steps[0].vllm(), want) < 5e-3
     for i in range(2):
-        cells += [f"{time[i]:.1f}" for name, time in times.items() if name != "two_steps"]
+        cells += [f"{time[i]:.1f}" for name, time in times.items() if name != "overlapping"]
         if peers:
             cells.append(f"{times['ours'][i] / times['vllm'][i]:.2f}")
-    cells += [f"{times['two_steps'][i]:.1f}" for i in range(2)]
+    cells += [f"{times['overlapping'][i]:.1f}" for i in range(2)]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -335,7 +336,7 @@ def compile_step(requests: int, context: int, query_len: int, cache_dtype: torch
     """Compile what a row of a table runs, into Triton's cache."""
     step = Step.random(requests, context, 0, query_len, cache_dtype)
     step.ours()
-    step.two_steps()
+    step.overlapping()
     if peers:
         step.vllm()
     torch.cuda.synchronize()
@@ -382,7 +383,7 @@ def main() -> None:
     peers = options.peers is not None
     names = ("vLLM", "ours", "ratio") if peers else ("ours",)
     columns = ["batch, context", "floor", *(f"{name}, {how}" for how in ("in a row", "single") for name in names)]
-    columns += [f"ours in two steps, {how}" for how in ("in a row", "single")]
+    columns += [f"gluon_decode, {how}" for how in ("in a row", "single")]
     head = "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns)
     other = torch.randn(1 << 27, device="cuda")
     dtypes = (torch.bfloat16, torch.float8_e4m3fn)
