@@ -1,9 +1,9 @@
 # Two commands: `make serve` and `make test`. Both make .venv first, both work without a GPU.
-# `make eval CHECKPOINT=DIR` asks a trained checkpoint questions of every skill.
+# `make eval` asks the small trained checkpoint, or CHECKPOINT=DIR, questions of every skill.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CHECKPOINT ?= tests/golden/tiny
+CHECKPOINT ?= checkpoints/tiny
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
@@ -16,7 +16,7 @@ test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 eval: install
-	$(BIN)/python -m examples.train_tiny.evaluate --checkpoint $(CHECKPOINT) --out build/eval
+	$(BIN)/python -m examples.train_tiny.evaluate --checkpoint $(CHECKPOINT) --out build/eval --processes 2
 
 check: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
