@@ -4,8 +4,8 @@
 each program waits for its own request's scores, chooses its row's blocks and attends to its share of them.
 `_merge_kernel` waits for its own row's partial outputs.
 
-A waiting program looks at the data itself: every word that it will read is first set to UNWRITTEN, a NaN that no
-arithmetic yields, by the program that will write it. With programmatic dependent launch a kernel starts only after
+A waiting program looks at the data itself: every word that it will read is first set to UNWRITTEN by the program that
+will write it (`gluon_words`). With programmatic dependent launch a kernel starts only after
 every program of the one before has said that it may, which they say after this, so what is read is UNWRITTEN or final.
 No counter has to be kept or zeroed, and as the programs waited for are running already, none can wait for ever.
 
@@ -33,88 +33,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from msaserve.ops.gluon_tma import descriptor, tma_load
 from msaserve.ops.hopper import why_not_wgmma
+from msaserve.ops.select_attend.gluon_words import (
+    NONE,
+    UNWRITTEN,
+    choose,
+    fetch_descriptor,
+    let_next_start,
+    look_again,
+    make_visible,
+    order_key,
+    read,
+    thread_barrier,
+    wait_for_launch_before,
+    whole,
+)
 from msaserve.ops.select_blocks import decode_triton as select
 from msaserve.ops.sparse_attend import decode_triton as attend
 from msaserve.ops.sparse_attend.decode_triton import LOG2_E, head_step, num_splits, partials
-
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-"""Of a program's threads, under its name in the Triton at hand."""
-
-UNWRITTEN = gl.constexpr(-1)
-"""Bits of a word that is still to be written: as a float32 a NaN other than the one that arithmetic yields."""
-
-NONE = gl.constexpr(0x7FFFFFFF)
-LOWEST = gl.constexpr(-0x80000000)
-
-PATIENCE = gl.constexpr(1 << 21)
-"""Looks at words that never come before a program gives up, seconds all together: an error, not a hang."""
-
-
-@gluon.constexpr_function
-def _bits(size: int) -> int:
-    return size.bit_length() - 1
-
-
-@gluon.constexpr_function
-def _whole(size, num_warps):
-    """Layout of [size] that every warp holds whole, so that reductions need no barrier."""
-    bits = [[1 << i] for i in range(_bits(size))]
-    # 16 bytes to a load.
-    vector = 2 if len(bits) >= 7 else 0
-    lanes = bits[vector : vector + 5]
-    return gl.DistributedLinearLayout(
-        reg_bases=bits[:vector] + bits[vector + 5 :],
-        lane_bases=lanes + [[0]] * (5 - len(lanes)),
-        warp_bases=[[0]] * _bits(num_warps),
-        block_bases=[],
-        shape=[size],
-    )
-
-
-@gluon.constexpr_function
-def _whole_2d(rows, columns, num_warps):
-    """Layout of [rows, columns] that every warp holds whole: columns in registers, rows in lanes while there are any."""
-    bits = [[1 << i, 0] for i in range(_bits(rows))]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1 << i] for i in range(_bits(columns))] + bits[5:],
-        lane_bases=bits[:5] + [[0, 0]] * (5 - len(bits[:5])),
-        warp_bases=[[0, 0]] * _bits(num_warps),
-        block_bases=[],
-        shape=[rows, columns],
-    )
-
-
-@gluon.jit
-def _wait_for_launch_before():
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _fetch_descriptor(NAME: gl.constexpr):
-    """Bring a kernel's parameter, a TMA descriptor, into the descriptor cache."""
-    PTX: gl.constexpr = "prefetch.param.tensormap [" + NAME + "]; // $0"
-    gl.inline_asm_elementwise(PTX, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _make_visible():
-    """What this program has stored is where every other program would see it."""
-    gl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    thread_barrier()
-
-
-@gluon.jit
-def _let_next_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _order_key(score):
-    """int32 that sorts like the score, which is no NaN; neither LOWEST nor UNWRITTEN, and below 0x7F800001."""
-    bits = gl.where(score == 0.0, 0.0, score).to(gl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @gluon.jit
@@ -138,7 +73,7 @@ def _scan_kernel(
     columns: gl.constexpr = gl.SliceLayout(0, mma)
     COMBS: gl.constexpr = RP > 0
 
-    _fetch_descriptor("_scan_kernel_param_1")
+    fetch_descriptor("_scan_kernel_param_1")
     k_smem = gl.allocate_shared_memory(index_k.dtype, [STAGES, 1, BLOCK, D], index_k.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for fill in gl.static_range(STAGES):
@@ -165,7 +100,7 @@ def _scan_kernel(
             mbarrier.expect(full.index(fill), page_bytes)
             tma_load(index_k, [pages[fill], 0, 0], full.index(fill), k_smem.index(fill))
     if PDL:
-        _wait_for_launch_before()
+        wait_for_launch_before()
     for fill in gl.static_range(STAGES):
         if (fill < count) & (first + fill * step >= num_old):
             mbarrier.expect(full.index(fill), page_bytes)
@@ -187,9 +122,9 @@ def _scan_kernel(
             gl.store(comb_scores + comb_at, gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
             gl.store(comb_blocks + comb_at, gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
 
-        _make_visible()
+        make_visible()
     if PDL:
-        _let_next_start()
+        let_next_start()
     copy: gl.constexpr = gl.BlockedLayout([8, 1], [D // 8, 256 // D], [1, num_warps], [0, 1])
     d = gl.arange(0, D, layout=gl.SliceLayout(1, copy))
     c = gl.arange(0, R, layout=gl.SliceLayout(0, copy))
@@ -218,148 +153,13 @@ def _scan_kernel(
         seen = (n * BLOCK + offset)[:, None] < visible[None, :]
         # A NaN key compares false and is left out like an unseen one.
         best = gl.max(gl.where(seen & (s > float("-inf")), s, float("-inf")), 0)
-        gl.store(out + (first * RP + i if COMBS else n), _order_key(best), mask=real)
+        gl.store(out + (first * RP + i if COMBS else n), order_key(best), mask=real)
         if COMBS:
             comb_block = gl.where(best > comb_best, n, comb_block)
             comb_best = gl.maximum(best, comb_best)
     if COMBS:
-        gl.store(comb_scores + comb_at, _order_key(comb_best), mask=real)
+        gl.store(comb_scores + comb_at, order_key(comb_best), mask=real)
         gl.store(comb_blocks + comb_at, comb_block, mask=real)
-
-
-@gluon.jit
-def _greatest(x):
-    # The columns of `_whole_2d` lie in registers, so they go first.
-    for _ in gl.static_range(len(x.shape)):
-        x = gl.max(x, len(x.shape) - 1)
-    return x
-
-
-@gluon.jit
-def _least(x):
-    if len(x.shape) == 1 and x.shape[0] >= 256:
-        # A thread's values in several chains of comparisons, not in one.
-        x = gl.min(gl.reshape(x, [x.shape[0] // 128, 128]), 0)
-    elif len(x.shape) == 2 and x.shape[1] >= 8:
-        x = gl.min(gl.reshape(x, [x.shape[0], 4, x.shape[1] // 4]), 2)
-    for _ in gl.static_range(len(x.shape)):
-        x = gl.min(x, len(x.shape) - 1)
-    return x
-
-
-@gluon.jit
-def _read(words, PACK: gl.constexpr):
-    """The words as they are now: a plain load could be taken out of the loop that waits. PACK of them lie together."""
-    if PACK == 4:
-        x = gl.inline_asm_elementwise(
-            "ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l,l,l,l", [words.to(gl.int64)],
-            dtype=gl.int32, is_pure=False, pack=4,
-        )  # fmt: skip
-    elif PACK == 2:
-        x = gl.inline_asm_elementwise(
-            "ld.relaxed.gpu.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l,l", [words.to(gl.int64)],
-            dtype=gl.int32, is_pure=False, pack=2,
-        )  # fmt: skip
-    else:
-        x = gl.inline_asm_elementwise(
-            "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [words.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-        )
-    return x
-
-
-@gluon.jit
-def _look_again(looks):
-    if looks == PATIENCE:
-        gl.inline_asm_elementwise("trap; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    return looks + 1
-
-
-@gluon.jit
-def _await(words, is_in, PACK: gl.constexpr, OVERLAP: gl.constexpr):
-    """The words once those that are in are written; LOWEST for the others. All of them must be readable."""
-    x = _read(words, PACK)
-    if OVERLAP:
-        looks = 0
-        while _greatest((is_in & (x == UNWRITTEN)).to(gl.int32)) != 0:
-            x = _read(words, PACK)
-            looks = _look_again(looks)
-    return gl.where(is_in, x, LOWEST)
-
-
-@gluon.jit
-def _count(is_one):
-    x = is_one.to(gl.int32)
-    for _ in gl.static_range(len(x.shape)):
-        x = gl.sum(x, len(x.shape) - 1)
-    return x
-
-
-@gluon.jit
-def _take_best(key, n, S, place):
-    """The n of the S largest keys, largest first, of equal keys the lower n first, at places 0 … S − 1."""
-    rest = key
-    rounds = 0
-    chosen = gl.full_like(place, NONE)
-    UNROLL: gl.constexpr = 2 - S % 2
-    for step in range(S // UNROLL):
-        for half in gl.static_range(UNROLL):
-            i = step * UNROLL + half
-            # Whatever equals the largest goes, so that the next round need not wait for the number of this one's.
-            top = _greatest(rest)
-            rounds += (top != LOWEST).to(gl.int32)
-            is_top = rest == top
-            chosen = gl.where(place == i, _least(gl.where(is_top, n, NONE)), chosen)
-            rest = gl.where(is_top, LOWEST, rest)
-    total = _count(key != LOWEST)
-    wanted = gl.minimum(total, S)
-    if (rounds != wanted) | (total - _count(rest != LOWEST) != wanted):
-        # Some were equal: again, one number at a time.
-        rest = key
-        for i in range(S):
-            first = _least(gl.where(rest == _greatest(rest), n, NONE))
-            chosen = gl.where(place == i, first, chosen)
-            rest = gl.where(n == first, LOWEST, rest)
-    return chosen
-
-
-@gluon.jit
-def _force(key, is_in, n, first_local, num_blocks):
-    """Keys with those of the local blocks above all others, and none equal."""
-    return gl.where(is_in & (n >= first_local), NONE - num_blocks + n, key)
-
-
-@gluon.jit
-def _choose(
-    scores, comb_scores, comb_blocks, num_blocks, local_blocks, place,
-    S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """[SP] block ids of one row of scores, best first. With RP > 0 through CP combs, as `select.choose_blocks` does."""
-    first_local = num_blocks - local_blocks
-    combs: gl.constexpr = CP
-    # As `_whole` lays them out.
-    PACK: gl.constexpr = 4 if CP >= 128 else 1
-    c = gl.arange(0, CP, layout=_whole(CP, num_warps))
-    is_in = c < num_blocks
-    if RP == 0:
-        key = _await(scores + c, is_in, PACK, OVERLAP)
-        chosen = _take_best(_force(key, is_in, c, first_local, num_blocks), c, S, place)
-    else:
-        best = _await(comb_scores + c, is_in, PACK, OVERLAP)
-        block = _await(comb_blocks + c, is_in, PACK, OVERLAP)
-        # A forced block stands for its comb, the last of them if it has several.
-        last = c + (num_blocks - 1 - c) // combs * combs
-        block = gl.where(is_in, gl.where(last >= first_local, last, block), NONE)
-        top = _take_best(_force(best, is_in, block, first_local, num_blocks), block, S, place)
-        grid: gl.constexpr = _whole_2d(SP, RP, num_warps)
-        comb = gl.convert_layout(gl.where(top < num_blocks, top % combs, -1), gl.SliceLayout(1, grid))[:, None]
-        turn = gl.arange(0, RP, layout=gl.SliceLayout(0, grid))[None, :]
-        n = comb + turn * combs
-        is_in = (comb >= 0) & (n < num_blocks)
-        # A comb's scores lie together.
-        key = _await(scores + (gl.maximum(comb, 0) * RP + turn), is_in, min(RP, 4), OVERLAP)
-        n = gl.where(is_in, n, NONE)
-        chosen = _take_best(_force(key, is_in, n, first_local, num_blocks), n, S, place)
-    return gl.where((place < num_blocks) & (place < S), chosen, -1)
 
 
 @gluon.jit
@@ -404,8 +204,8 @@ def _attend_kernel(
     t = gl.program_id(2)
     row = t.to(gl.int64)
 
-    _fetch_descriptor("_attend_kernel_param_1")
-    _fetch_descriptor("_attend_kernel_param_10")
+    fetch_descriptor("_attend_kernel_param_1")
+    fetch_descriptor("_attend_kernel_param_10")
     k_smem = gl.allocate_shared_memory(k_cache.dtype, [STAGES, 1, 1, TILE, D], k_cache.layout)
     v_smem = gl.allocate_shared_memory(v_cache.dtype, [STAGES, 1, 1, TILE, D], v_cache.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -425,7 +225,7 @@ def _attend_kernel(
         other=0.0,
         cache_modifier=".cg",
     )
-    b = gl.arange(0, BP, layout=_whole(BP, num_warps))
+    b = gl.arange(0, BP, layout=whole(BP, num_warps))
     end = gl.load(cu_query_lens + 1 + b, mask=b < num_requests, other=NONE)
     lens = gl.load(seq_lens + b, mask=b < num_requests, other=0)
     begin = gl.load(cu_query_lens + b, mask=b < num_requests, other=0)
@@ -443,23 +243,23 @@ def _attend_kernel(
             unwritten = gl.full([D, 16], UNWRITTEN, gl.int32, layout=mma)
             gl.store(partial_out + part[None, :] * D + d[:, None], unwritten, mask=(g < G)[None, :])
             gl.store(partial_lse + part, gl.full([16], UNWRITTEN, gl.int32, layout=columns), mask=g < G)
-            _make_visible()
-        _let_next_start()
+            make_visible()
+        let_next_start()
     if SCALED_K:
         scale_log2 *= gl.load(k_scale + head * stride_ks)
     q_smem.store(q.to(element))
     fence_async_shared()
     thread_barrier()
 
-    place = gl.arange(0, SP, layout=_whole(SP, num_warps))
+    place = gl.arange(0, SP, layout=whole(SP, num_warps))
     if RP == 0:
         # All of the request's pages are at hand before the scores are.
-        numbers = gl.arange(0, CP, layout=_whole(CP, num_warps))
+        numbers = gl.arange(0, CP, layout=whole(CP, num_warps))
         pages = gl.load(table + numbers, mask=numbers < num_blocks, other=0)
     if PDL and not OVERLAP:
-        _wait_for_launch_before()
+        wait_for_launch_before()
     at = (row * gl.num_programs(1) + head) * CP
-    ids = _choose(
+    ids = choose(
         scores + head.to(gl.int64) * stride_sh + row * stride_st, comb_scores + at, comb_blocks + at,
         num_blocks, local_blocks, place, S, SP, CP, RP, OVERLAP, num_warps,
     )  # fmt: skip
@@ -537,7 +337,7 @@ def _attend_kernel(
         gl.store(partial_lse + part, lse.to(gl.int32, bitcast=True), mask=g < G)
     if PDL:
         # Whoever waits for this launch waits for the ones before it too.
-        _wait_for_launch_before()
+        wait_for_launch_before()
 
 
 @gluon.jit
@@ -554,16 +354,16 @@ def _merge_kernel(
     d = gl.arange(0, D, layout=gl.SliceLayout(0, lanes))
     part = ((t * num_kv_heads + query_head // G) * SPLITS + split) * G + query_head % G
     if PDL:
-        _let_next_start()
+        let_next_start()
     sums = partial_lse + part
     words = partial_out + part[:, None] * D + d[None, :]
-    lse = _read(sums, 1)
-    acc = _read(words, 4)
+    lse = read(sums, 1)
+    acc = read(words, 4)
     looks = 0
     while gl.max(gl.max((acc == UNWRITTEN).to(gl.int32), 0), 0) + gl.max((lse == UNWRITTEN).to(gl.int32), 0) != 0:
-        lse = _read(sums, 1)
-        acc = _read(words, 4)
-        looks = _look_again(looks)
+        lse = read(sums, 1)
+        acc = read(words, 4)
+        looks = look_again(looks)
     lse = lse.to(gl.float32, bitcast=True)
     best = gl.max(lse, 0)
     weight = gl.exp2(lse - gl.where(best == float("-inf"), 0.0, best))
@@ -572,7 +372,7 @@ def _merge_kernel(
     gl.store(out + t * stride_ot + query_head * stride_oh + d, merged.to(out.dtype.element_ty))
     if PDL:
         # Whoever waits for this launch waits for the ones before it too.
-        _wait_for_launch_before()
+        wait_for_launch_before()
 
 
 def _topk_pad(topk: int) -> int:
