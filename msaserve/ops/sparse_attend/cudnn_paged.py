@@ -85,11 +85,14 @@ def _plan(
         paged_attention_max_seq_len_kv=topk * block_size,
     )
     out.set_output(True).set_dim(rows).set_stride(row_stride)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A])
-    graph.check_support()
-    graph.build_plans()
+    try:
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A])
+        graph.check_support()
+        graph.build_plans()
+    except cudnn.cudnnGraphNotSupportedError as error:
+        raise ValueError(f"sparse_attend: impl='cudnn_paged' cannot serve these arguments: {error}") from error
     return _Plan(graph, (q, k, v, k_pages, v_pages, query_lens, kv_lens, out), graph.get_workspace_size())
 
 
