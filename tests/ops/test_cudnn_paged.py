@@ -15,9 +15,7 @@ SPEC = m3_spec("cudnn", ((1, 3000), (0, 0), (1, 1), (3, 2049), (1, 0)), tail_row
 
 def test_it_says_what_is_missing() -> None:
     case = build(m3_spec("tiny", ((1, 130),), num_kv_heads=1, group=1, topk=2))
-    with pytest.raises(
-        ValueError, match=r"'cudnn_paged' cannot serve these arguments: .*(CUDA|Triton)"
-    ):
+    with pytest.raises(ValueError, match=r"'cudnn_paged' cannot serve these arguments: .*(CUDA|Triton)"):
         ops.sparse_attend(
             case.q, case.k_cache, case.v_cache, select(case), *case.batch, max_query_len=1, impl="cudnn_paged"
         )
