@@ -101,6 +101,17 @@ class GenerationDefaults:
     repetition_penalty: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
 
+    @classmethod
+    def from_checkpoint(cls, directory: str | Path) -> GenerationDefaults:
+        """Of a checkpoint that another engine runs: what this one does not implement is not refused.
+
+        Raises:
+            CheckpointError: no such directory, no or invalid config.json.
+        """
+        config = _read_config(Path(directory))
+        text = _section(config, "text_config") if "text_config" in config else config
+        return _generation_defaults(_read_json(Path(directory) / "generation_config.json") or {}, text, config)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -131,11 +142,7 @@ class ModelConfig:
             UnsupportedError: a well-formed config that asks for what is not implemented.
         """
         directory = Path(directory)
-        if not directory.is_dir():
-            raise CheckpointError(f"checkpoint directory {str(directory)!r} does not exist or is not a directory")
-        config = _read_json(directory / "config.json")
-        if config is None:
-            raise CheckpointError(f"{directory / 'config.json'} is missing: not a checkpoint directory")
+        config = _read_config(directory)
         model_type = config.get("model_type")
         if model_type != MODEL_TYPE:
             raise CheckpointError(f"model_type is {model_type!r}; this program serves {MODEL_TYPE!r} only")
@@ -314,6 +321,16 @@ def _vision_config(config: Mapping[str, Any], vision: Mapping[str, Any]) -> Visi
             "6 channels"
         )
     return result
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """A checkpoint's config.json. Raises CheckpointError."""
+    if not directory.is_dir():
+        raise CheckpointError(f"checkpoint directory {str(directory)!r} does not exist or is not a directory")
+    config = _read_json(directory / "config.json")
+    if config is None:
+        raise CheckpointError(f"{directory / 'config.json'} is missing: not a checkpoint directory")
+    return config
 
 
 def _generation_defaults(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 
-from msaserve.config import EngineConfig, ModelConfig
+from msaserve.config import EngineConfig, GenerationDefaults, ModelConfig
 from msaserve.errors import InvalidRequestError
 from msaserve.gateway.command import HttpOptions
 from msaserve.gateway.media.options import MediaOptions
@@ -39,7 +39,10 @@ class Serve:
     def run(self) -> int:
         # What fails fast comes first: the address, the configuration, the small files, then the weights.
         listener = self.http.listen()
-        config = ModelConfig.from_checkpoint(self.checkpoint)
+        if self.kind == "msaserve":
+            defaults = ModelConfig.from_checkpoint(self.checkpoint).generation
+        else:  # vLLM runs checkpoints that this package's engine does not
+            defaults = GenerationDefaults.from_checkpoint(self.checkpoint)
         name = self.http.served_model_name or self.checkpoint.resolve().name
         # The worker imports and loads while this process does the same with its part.
         endpoint = self.http.otlp_traces_endpoint
@@ -54,7 +57,7 @@ class Serve:
 
             # All that blocks stands outside the event loop, which would put a Ctrl-C off.
             tokenizer, template = Tokenizer.load(self.checkpoint), ChatTemplate.load(self.checkpoint)
-            settings = settings_of(self.http, name, config.generation)
+            settings = settings_of(self.http, name, defaults)
             media = self.media.pipeline(self.checkpoint)
             tracer = make_tracer("gateway", endpoint)
             address = worker.wait_ready()

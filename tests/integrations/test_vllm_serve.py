@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ with open(os.environ["SEEN"], "w") as file:
 option = dict(zip(given, given[1:]))
 address = option["--host"] + ":" + option["--port"]
 from msaserve.cli import main
-sys.exit(main(["worker", given[1], "--grpc", address, "--served-model-name", option["--served-model-name"]]))
+name = ["--served-model-name", option["--served-model-name"]]
+sys.exit(main(["worker", os.environ["CHECKPOINT"], "--grpc", address, *name]))
 """
 
 
@@ -37,13 +39,30 @@ def environment(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "smg_grpc_servicer").mkdir()
     (tmp_path / "smg_grpc_servicer/__init__.py").touch()
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    return {**os.environ, "PYTHONPATH": path, "SEEN": str(tmp_path / "seen.json"), "VLLM_PLUGINS": "other"}
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "SEEN": str(tmp_path / "seen.json"),
+        "CHECKPOINT": str(TINY),
+        "VLLM_PLUGINS": "other",
+    }
 
 
 @pytest.fixture
-def served(environment: dict[str, str]) -> Iterator[tuple[str, subprocess.Popen[str], int]]:
+def checkpoint(tmp_path: Path) -> Path:
+    """One that vLLM would run and this package's engine would not: with quantised weights, which are not even there."""
+    directory = tmp_path / "m3"
+    shutil.copytree(TINY, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp8"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def served(environment: dict[str, str], checkpoint: Path) -> Iterator[tuple[str, subprocess.Popen[str], int]]:
     """(URL, the server, vLLM's process id)."""
-    command = [sys.executable, "-m", "msaserve.cli", "serve", str(TINY), "--engine", "vllm", "--port", "0"]
+    command = [sys.executable, "-m", "msaserve.cli", "serve", str(checkpoint), "--engine", "vllm", "--port", "0"]
     command += ["--served-model-name", "m3", "--vllm-args=--max-model-len 4096"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -62,13 +81,15 @@ def served(environment: dict[str, str]) -> Iterator[tuple[str, subprocess.Popen[
         process.stdout.close()
 
 
-def test_answers_come_from_it(served: tuple[str, subprocess.Popen[str], int], environment: dict[str, str]) -> None:
+def test_answers_come_from_it(
+    served: tuple[str, subprocess.Popen[str], int], environment: dict[str, str], checkpoint: Path
+) -> None:
     url, process, child = served
     body = {"model": "m3", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status().json()
     assert answer["usage"]["completion_tokens"] == 4
     seen = json.loads(Path(environment["SEEN"]).read_text())
-    assert seen["argv"][:3] == ["serve", str(TINY), "--grpc"]
+    assert seen["argv"][:3] == ["serve", str(checkpoint), "--grpc"]
     assert seen["argv"][-2:] == ["--max-model-len", "4096"]
     assert seen["plugins"] == "other,msaserve"
     process.send_signal(signal.SIGINT)
@@ -96,3 +117,10 @@ def test_what_cannot_be(given: list[str], reason: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert reason in done.stderr
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "msaserve.cli", "serve", str(tmp_path), "--port", "0", "--engine", "vllm"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "config.json is missing: not a checkpoint directory" in done.stderr
