@@ -37,7 +37,8 @@ class _Stream:
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
         self.loop = asyncio.get_running_loop()
-        self.admission: asyncio.Future[None] = self.loop.create_future()
+        self.refusal: Exception | None = None
+        """Why the engine did not take it; set before `wake`, instead of a `put`."""
         self.sequences: list[Request] = []
         self.num_open = request.sampling.n
         """Outputs that the engine has not ended; the engine's thread only."""
@@ -54,13 +55,15 @@ class _Stream:
             pending.error = output.error
 
     def wake(self) -> None:
-        """On the reader's loop, after `put`."""
+        """On the reader's loop, after `put`. Admission wakes nobody: it would take the interpreter from the step."""
         self._is_ready.set()
 
     async def take(self) -> list[TokenEvent]:
-        """Wait for something new; at most one event for each output."""
+        """Wait for something new; at most one event for each output. Raises the refusal."""
         await self._is_ready.wait()
         self._is_ready.clear()
+        if self.refusal is not None:
+            raise self.refusal
         with self._lock:
             taken, self._pending = self._pending, {}
         return [self._event(index, pending) for index, pending in sorted(taken.items())]
@@ -122,11 +125,12 @@ class AsyncEngine:
             raise EngineError(self._failure or "the engine is closed")
         num_open = request.sampling.n
         try:
-            await stream.admission
-            while num_open:
+            while True:
                 for event in await stream.take():
                     num_open -= event.finish_reason is not None
                     yield event
+                if not num_open:
+                    return
         finally:
             if num_open:
                 self._submit(lambda: self._abort(stream))
@@ -230,11 +234,11 @@ class AsyncEngine:
                 raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
             stream.sequences = self._engine.add(stream.request)
         except Exception as error:  # one request's fault, whatever it is, is not the others'
-            _settle(stream.admission, error)
+            stream.refusal = error
+            _call(stream.loop, stream.wake)
             return
         self._streams[request_id] = stream
         self._outputs.update((sequence, (stream, index)) for index, sequence in enumerate(stream.sequences))
-        _settle(stream.admission)
 
     def _abort_id(self, request_id: str, index: int | None) -> None:
         if request_id in self._streams:
