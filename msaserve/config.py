@@ -198,10 +198,8 @@ class EngineConfig:
             if value is not None and not value > 0:
                 raise InvalidRequestError(f"{name} must be positive, not {value}", param=name)
         if self.kv_cache_dtype not in get_args(KVCacheDtype):
-            raise InvalidRequestError(
-                f"kv_cache_dtype must be one of {', '.join(get_args(KVCacheDtype))}, not {self.kv_cache_dtype!r}",
-                param="kv_cache_dtype",
-            )
+            known, given = ", ".join(get_args(KVCacheDtype)), self.kv_cache_dtype
+            raise InvalidRequestError(f"kv_cache_dtype must be one of {known}, not {given!r}", param="kv_cache_dtype")
 
     @property
     def kv_cache_bytes(self) -> int | None:
