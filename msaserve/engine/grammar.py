@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,18 @@ class Matcher:
     The constraint starts at the first token, or, if it waits for reasoning, behind the token that ends it.
     """
 
-    def __init__(self, matcher: LLMatcher, *, opener: int | None, closer: int | None, is_thinking: bool) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        *,
+        opener: int | None,
+        closer: int | None,
+        is_thinking: bool,
+        on_failure: Callable[[], None],
+    ) -> None:
         """opener: the token by which the output may open reasoning as its first; closer: that ends reasoning."""
         self._matcher = matcher
+        self._on_failure = on_failure
         self._opener = opener
         self._closer = closer
         self._num_seen = 0
@@ -86,6 +95,7 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             self.error = f"the constraint failed: {_short(self._matcher.get_error())}"
+            self._on_failure()
 
 
 class Grammars:
@@ -128,10 +138,16 @@ class Grammars:
             opener=opener if waits and last not in (opener, closer) else None,
             closer=closer,
             is_thinking=waits and last == opener,
+            on_failure=lambda: self._forget(constraint),
         )
 
+    def _forget(self, constraint: Constraint) -> None:
+        """What failed once may be broken for all: a panic inside the library spoils what copies share."""
+        with self._lock:
+            self._compiled.pop(_key(constraint), None)
+
     def _get(self, constraint: Constraint) -> LLMatcher:
-        key = Constraint(kind=constraint.kind, text=constraint.text, choices=constraint.choices)
+        key = _key(constraint)
         with self._lock:
             future = self._compiled.get(key)
             is_new = future is None
@@ -193,6 +209,10 @@ class Grammars:
                     raise InvalidRequestError(f"this checkpoint takes no constraints: {error}") from None
                 self._vocabulary = _Vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
             return self._vocabulary
+
+
+def _key(constraint: Constraint) -> Constraint:
+    return Constraint(kind=constraint.kind, text=constraint.text, choices=constraint.choices)
 
 
 class _Vocabulary:

@@ -409,6 +409,19 @@ def test_formats_that_are_none(form: Any, message: str, grammars: Grammars) -> N
         grammars.compile(Constraint(kind="structural_tag", text=json.dumps({"format": form})))
 
 
+def test_what_failed_is_compiled_anew(grammars: Grammars) -> None:
+    """A panic inside llguidance spoils what all copies of a compiled constraint share."""
+    constraint = Constraint(kind="regex", text="ab")
+    failing, mask = grammars.matcher(constraint, [9]), np.zeros(16, np.int32)
+    compiled = grammars._compiled[constraint]
+    assert not failing.fill(TOKENIZER.encode("x"), mask)
+    assert failing.error is not None
+    assert failing.error.startswith("the constraint failed: ")
+    assert "backtrace" not in failing.error
+    assert allowed(grammars.matcher(constraint, [9]), []) == set(TOKENIZER.encode("a"))
+    assert grammars._compiled[constraint] is not compiled
+
+
 def test_added_tokens_are_never_text(grammars: Grammars) -> None:
     matcher = grammars.matcher(Constraint(kind="regex", text="(.|\n)*"), [9])
     assert (allowed(matcher, []) or set()) & ADDED == {EOS}

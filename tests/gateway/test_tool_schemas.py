@@ -140,6 +140,9 @@ ENFORCED: dict[str, Any] = {
         }
     ),
     "members in common": one({**members([], n=INTEGER, s=WORD), "anyOf": [{"required": ["n"]}, {"required": ["s"]}]}),
+    "a part that nothing fits": one(
+        {"anyOf": [{"allOf": [WORD, array({"type": "null"})]}, array(INTEGER, minItems=1, maxItems=2)]}
+    ),
     "members of both": one(
         {**members(["n"], n=INTEGER), "anyOf": [members(["m"], m=INTEGER), members(["k"], k=BOOLEAN)]}
     ),

@@ -334,11 +334,18 @@ def _item(schema: Schema, number: int) -> Any:
     return schema.get("items")
 
 
-def _merged(schemas: Sequence[Schema]) -> Schema:
-    """allOf: of members and items both hold, of other keywords the later."""
+def _merged(schemas: Sequence[Schema]) -> Schema | None:
+    """allOf: of types, members and items both hold, of other keywords the later. None: no type is left."""
     merged: dict[str, Any] = {}
     for schema in schemas:
         both: dict[str, Any] = {}
+        if "type" in merged and "type" in schema:
+            ours, theirs = _listed(merged["type"]), _listed(schema["type"])
+            kinds = [kind for kind in ours if kind in theirs or (kind == "integer" and "number" in theirs)]
+            kinds += [kind for kind in theirs if kind == "integer" and "number" in ours and kind not in kinds]
+            if not kinds:
+                return None
+            both["type"] = kinds
         if "prefixItems" in merged or "prefixItems" in schema:
             merged, schema = padded(merged, schema), padded(schema, merged)
             both["prefixItems"] = [
@@ -361,6 +368,10 @@ def padded(schema: Schema, other: Schema) -> dict[str, Any]:
     missing = len(length) - len(first) if isinstance(length, list) else 0
     rest = schema.get("items", True)
     return {**schema, "prefixItems": [*first, *[rest] * missing], "items": rest}
+
+
+def _listed(kinds: Any) -> list[Any]:
+    return kinds if isinstance(kinds, list) else [kinds]
 
 
 def _all(one: Any, other: Any) -> Any:
