@@ -49,6 +49,16 @@ def test_selection_equals_the_reference(name: str) -> None:
     assert torch.equal(choose(case, "triton_prefill"), choose(case, "reference"))
 
 
+@pytest.mark.parametrize("name", ["all_ties", "special_keys", "local_blocks_2", "padding"])
+def test_selection_of_many_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond what is sorted in registers PyTorch ranks the blocks, by the same rules."""
+    monkeypatch.setattr(triton_prefill, "MAX_LOG", 0)
+    case = small(name)
+    assert torch.equal(choose(case, "triton_prefill"), choose(case, "reference"))
+    monkeypatch.setattr(triton_prefill, "SCRATCH_BYTES", 1)
+    assert torch.equal(choose(case, "triton_prefill"), choose(case, "reference"))
+
+
 @pytest.mark.parametrize("name", ["all_ties", "special_keys"])
 def test_selection_in_segments_and_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows cut into segments, ties across their borders; scratch for one tile of queries at a time."""

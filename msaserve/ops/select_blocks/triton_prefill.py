@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from msaserve.ops.hopper import why_not_triton
+from msaserve.ops.select_blocks.torch_topk import rank_blocks
 from msaserve.ops.triton_ragged import next_power_of_2, query_tile
 
 SCRATCH_BYTES = 256 << 20
@@ -26,8 +27,8 @@ MIN_SEGMENT = 64
 """Blocks that one thread of the top-k goes through at least, where a row is cut into segments."""
 MIN_GROUPED = 2048
 """Blocks of a row from which on groups are chosen first."""
-MAX_GROUP = 16
-"""Blocks of a group at most: choosing from larger ones takes minutes to compile."""
+MAX_LOG = 4
+"""Log of the places that are sorted in registers: 32 compile for a minute, 64 for many. More are PyTorch's to rank."""
 
 
 @triton.jit(do_not_specialize=["num_tokens", "B"])
@@ -318,7 +319,12 @@ def _topk_kernel(
             base = scores + tile * N * ROWS + row[:, None]
             to = out[:, None]
             count = candidates[:, None]
-            if GROUP == 1:
+            if GROUP == 0:
+                # ranked before
+                for i in range(K):
+                    ranked = tl.load(lists + (tile * K + i) * ROWS + row)
+                    tl.store(out + i * stride_os, ranked, mask=i < candidates)
+            elif GROUP == 1:
                 runs = (most + UNROLL - 1) // UNROLL
                 _choose(base, None, runs, count, own, to, stride_os, K, ROWS, SEGMENTS, R, LOG)
             else:
@@ -532,12 +538,13 @@ def select_blocks(
     scores = torch.empty((chunk, num_blocks, rows), dtype=torch.float32, device=index_q.device)
     log = max(3, (topk - local_blocks - 1).bit_length()) if topk > local_blocks else 3
     group, group_scores, groups = 1, scores, tiles
-    if topk > local_blocks and num_blocks >= MIN_GROUPED and 1 << log <= MAX_GROUP:
+    is_ranked = log > MAX_LOG
+    if topk > local_blocks and num_blocks >= MIN_GROUPED and not is_ranked:
         group = 1 << log
         group_scores = scores.new_empty((chunk, -(-num_blocks // group), rows))
         groups = tiles.new_empty(chunk * rows * (topk - local_blocks + 1))
     r = min(32, rows)
-    segments = segments_of(chunk * (rows // r), num_blocks, num_workers(index_q.device))
+    segments = 1 if is_ranked else segments_of(chunk * (rows // r), num_blocks, num_workers(index_q.device))
     lists = torch.empty(
         (chunk * (rows // r) * segments * (r << log) if segments > 1 else 1,),
         dtype=torch.float32,
@@ -547,6 +554,15 @@ def select_blocks(
         count = min(chunk, total_tiles - first_tile)
         where = (first_tile, count, num_blocks, block_q, group)
         score_tiles(index_q, index_k_cache, block_table, tiles, scores, group_scores, *where)
+        if is_ranked:
+            lists = rank_blocks(
+                scores[:count],
+                tiles[first_tile : first_tile + count],
+                topk - local_blocks,
+                block_q=block_q,
+                block_size=block_size,
+                local_blocks=local_blocks,
+            )
         _topk_kernel[(count, rows // r)](
             scores,
             group_scores,
@@ -568,7 +584,7 @@ def select_blocks(
             SEGMENTS=segments,
             R=r,
             LOG=log,
-            GROUP=group,
+            GROUP=0 if is_ranked else group,
             num_warps=segments,
         )
     return out
