@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from msaserve.worker.process import WorkerProcess
 
 
+DEFAULT_CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "tiny"
+"""The small trained model of the repository."""
+
+
 @dataclass(frozen=True)
 class Serve:
     """Serve a checkpoint over HTTP, as OpenAI's API: a gateway in this process, and a worker in another."""
@@ -26,8 +30,8 @@ class Serve:
     needs: ClassVar[str] = "all"
     """The extra that brings what it imports."""
 
-    checkpoint: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
-    """Directory of config.json, weights, tokenizer.json and chat template."""
+    checkpoint: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")] = DEFAULT_CHECKPOINT
+    """Directory of config.json, weights, tokenizer.json, chat template. Default: the small trained model of a clone."""
     kind: Annotated[Literal["msaserve", "vllm"], tyro.conf.arg(name="engine")] = "msaserve"
     """What runs the model: this package's engine, or vLLM with its plugin (docs/vllm.md)."""
     vllm_args: str = ""
@@ -38,6 +42,8 @@ class Serve:
 
     def run(self) -> int:
         # What fails fast comes first: the address, the configuration, the small files, then the weights.
+        if self.checkpoint == DEFAULT_CHECKPOINT and not DEFAULT_CHECKPOINT.is_dir():
+            raise InvalidRequestError("give CHECKPOINT: only a clone of the repository has checkpoints/tiny to serve")
         listener = self.http.listen()
         if self.kind == "msaserve":
             defaults = ModelConfig.from_checkpoint(self.checkpoint).generation

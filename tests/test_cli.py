@@ -13,7 +13,10 @@ from golden_data import GOLDEN
 from safetensors.torch import load_file, save_file
 
 import msaserve
+from msaserve import serve
 from msaserve.cli import main
+from msaserve.config import ModelConfig
+from msaserve.serve import Serve
 
 TINY = GOLDEN / "tiny"
 
@@ -37,6 +40,16 @@ def test_help_and_import_load_no_torch() -> None:
     assert result.returncode == 0, result.stderr
     for option in ("--host", "--port", "--api-key", "--kv-cache-gib", "--max-num-seqs", "--drain-seconds"):
         assert option in result.stdout
+
+
+def test_serve_takes_the_small_trained_checkpoint_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ModelConfig.from_checkpoint(Serve().checkpoint).text.num_layers == 4
+    missing = tmp_path / "none"
+    monkeypatch.setattr(serve, "DEFAULT_CHECKPOINT", missing)
+    assert main(["serve", str(missing)]) == 2
+    assert "only a clone of the repository has" in one_line(capsys.readouterr().err)
 
 
 def test_an_unknown_option() -> None:
