@@ -327,7 +327,7 @@ def _chat_message(number: int, message: Mapping[str, Any], media: list[MediaPart
 
 
 def _part(where: str, part: Any, media: list[MediaPart] | None) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = part.get("type") if isinstance(part, dict) and isinstance(part.get("type"), str) else None
     if kind in PART_TYPES and media is not None:
         media.append(parse_part(part, where))
         return {"type": PART_TYPES[kind]}
