@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import sys
 from pathlib import Path
@@ -258,9 +259,54 @@ def test_queries_that_ours_do_not_read_go_to_stock() -> None:
     assert call.prefill(prefill_0523) is STOCK
 
 
-def test_other_cards_go_to_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_in_tensors_go_to_stock() -> None:
+    """Reading one would wait for the card, which a captured graph must not."""
+    call = Call([5], [300])
+    assert call.prefill(prefill_0523, k_scale=torch.ones(1)) is STOCK
+
+
+def test_calls_of_other_releases_go_to_stock(caplog: pytest.LogCaptureFixture) -> None:
+    def with_soft_cap(*, soft_cap: Any = None, **given: Any) -> Any:
+        return STOCK
+
+    call = Call([5], [300])
+    named = attention._signature(prefill_0516)
+    args = (call.q, call.k, call.v, None, call.index_q, call.index_k, None, None, call.req_to_token, call.rows)
+    given = named.bind(*args, call.starts, call.seq_lens, call.seq_lens, 5, 300, 1, 128, 16, 0, 1).arguments
+    given = {**given, "sm_scale": None, "score_type": "max", "disable_index_value": True}
+    newer = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in (*given, "soft_cap")])
+    with_soft_cap.__signature__ = newer  # type: ignore[attr-defined]
+    check(call, plugin.prefill(with_soft_cap, **given, soft_cap=None))
+    for changes, reason in (
+        ({"soft_cap": 30.0}, "soft_cap is given"),
+        ({"idx_q": None}, "cannot be read: AttributeError"),
+        ({"k_cache": call.k[:-7].view(60, 128, -1, 128)}, "4-dimensional"),
+        ({"k_cache": call.k.view(torch.int16)}, "int16"),
+    ):
+        assert plugin.prefill(with_soft_cap, **{**given, "soft_cap": None, **changes}) is STOCK
+        assert reason in caplog.records[-1].getMessage()
+    without = newer.replace(parameters=[p for n, p in newer.parameters.items() if n != "slot_ids"])
+    with_soft_cap.__signature__ = without  # type: ignore[attr-defined]
+    attention._signature.cache_clear()
+    del given["slot_ids"]
+    assert plugin.prefill(with_soft_cap, **given, soft_cap=None) is STOCK
+    assert "has no slot_ids" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"), [((9, 0), None, True), ((10, 0), None, False), ((9, 4), "6.4", False)]
+)
+def test_which_cards_ours_take(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, expected: bool
+) -> None:
+    """AMD's cards count 9.x too."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert attention._is_hopper(torch.device("cuda")) == expected
+
+
+def test_tensors_elsewhere_go_to_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MSASERVE_SGLANG")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert Call([5], [300]).prefill(prefill_0523) is STOCK
 
 

@@ -17,11 +17,21 @@ logger = logging.getLogger("msaserve.sglang")
 PAGE = 128
 """Tokens of a page and of a sparse block."""
 
-OFF = ("sink", "idx_sink", "cached_topk_idx", "return_topk_idx", "topk_out", "loc_mapping", "hisparse_swap_in_fn")
-"""Arguments that ours do not know, with what they are when SGLang does without: None or False."""
-ELSEWHERE = ("dense_main_attn_fn", "indexer_cp", "use_msa")
-"""Arguments that hand parts of the call to other kernels."""
+READ = {
+    *("q", "k_cache", "v_cache", "idx_q", "idx_k_cache", "req_to_token", "slot_ids", "seq_lens", "sm_scale"),
+    *("topk", "init_blocks", "local_blocks", "block_size_k", "score_type", "disable_index_value"),
+}
+"""Arguments that every call must have. Prefill's lengths, decode's and page_size are read too."""
 SCALES = ("q_scale", "k_scale", "v_scale", "idx_q_scale", "idx_k_scale", "idx_v_scale")
+READ_IF_GIVEN = {"cu_seqlens", "max_seqlen_q", "max_seqlen_k", "max_seqlen", "page_size", "packed_queries", *SCALES}
+IGNORED = {
+    *("idx_v_cache", "idx_sm_scale", "prefix_lens", "seqlens_cpu", "seq_lens_cpu", "block_size_q"),
+    *("cu_seqblocks_q", "max_seqblock_q", "all_seqblock_q", "msa_kv_indices", "msa_plan"),
+}
+"""Arguments that say what ours know already, or that only other kernels want."""
+KNOWN = READ | READ_IF_GIVEN | IGNORED
+"""Any other one may mean something: it must be None or False."""
+CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 class Batch(NamedTuple):
@@ -40,37 +50,46 @@ def around(
     batch_of: Callable[[Mapping[str, Any]], Batch],
 ) -> Any:
     """(None, output [T, Hq, D]) by our operators where they serve the call, else what `stock` returns."""
-    bound = _signature(stock).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    reason = why_stock(given)
-    if reason is None:
+    try:
+        bound = _signature(stock).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        reason = why_stock(given)
+        batch = batch_of(given) if reason is None else None
+    except Exception as error:  # a release that calls in another way
+        reason, batch = f"its arguments cannot be read: {error!r}", None
+    if batch is not None:
         _say(logging.INFO, "msaserve: MiniMax-M3 selects blocks and attends to them with msaserve's kernels")
-        return None, run(given, batch_of(given))
+        return None, run(given, batch)
     _say(logging.WARNING, f"msaserve: a call of MiniMax-M3's attention runs on SGLang's own kernels: {reason}")
     return stock(*args, **kwargs)
 
 
 def why_stock(given: Mapping[str, Any]) -> str | None:
     """Why SGLang's own kernels take a call with these arguments; None if ours do."""
-    q, k_cache, index_q = given["q"], given["k_cache"], given["idx_q"]
-    major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
-    if env.sglang_plugin() != "on" and major != 9:
-        return "the card is not Hopper's; MSASERVE_SGLANG=1 takes ours all the same"
-    for name in (*OFF, *ELSEWHERE):
-        if given.get(name) is not None and given[name] is not False:
+    if missing := READ - given.keys():
+        return f"it has no {', '.join(sorted(missing))}"
+    for name, value in given.items():
+        if name not in KNOWN and value is not None and value is not False:
             return f"{name} is given"
     for name in SCALES:
-        if given.get(name) not in (None, 1.0):
-            return f"{name} is {given[name]}"
+        scale = given.get(name)
+        # A tensor's value would have to be waited for.
+        if scale is not None and (isinstance(scale, torch.Tensor) or scale != 1.0):
+            return f"{name} is {'a tensor' if isinstance(scale, torch.Tensor) else scale}"
+    q, index_q, caches = given["q"], given["idx_q"], [given[n] for n in ("k_cache", "v_cache", "idx_k_cache")]
+    if env.sglang_plugin() != "on" and not _is_hopper(q.device):
+        return "the card is not Hopper's; MSASERVE_SGLANG=1 takes ours all the same"
     if not given["disable_index_value"]:
         return "the index heads have values"
     if given.get("packed_queries", 1) != 1:
         return "a request has several query tokens to verify"
-    if q.dtype not in (torch.bfloat16, torch.float16) or index_q.shape[1] != k_cache.shape[1]:
-        return f"queries are {q.dtype}, with {index_q.shape[1]} index heads to {k_cache.shape[1]} KV heads"
-    if any(given[name].dtype == torch.float8_e5m2 for name in ("k_cache", "v_cache", "idx_k_cache")):
-        return "a cache is float8_e5m2"
+    if any(cache.ndim != 3 or cache.dtype not in CACHE_DTYPES for cache in caches):
+        kinds = ", ".join(f"{cache.ndim}-dimensional {cache.dtype}" for cache in caches)
+        return f"the caches are {kinds}, not [slots, heads, dim] of bfloat16, float16 or float8_e4m3fn"
+    num_kv_heads = caches[0].shape[1]
+    if q.dtype not in (torch.bfloat16, torch.float16) or index_q.shape[1] != num_kv_heads:
+        return f"queries are {q.dtype}, with {index_q.shape[1]} index heads to {num_kv_heads} KV heads"
     page_size = given["page_size"] if "page_size" in given else _page_size()
     if page_size % PAGE or given["block_size_k"] != PAGE:
         return (
@@ -119,6 +138,13 @@ def pages(slots: torch.Tensor) -> torch.Tensor:
     """[P, 128, heads, D]: a view of a cache [slots, heads, D], without a last part of a page."""
     whole = slots.shape[0] // PAGE * PAGE
     return slots[:whole].view(-1, PAGE, *slots.shape[1:])
+
+
+def _is_hopper(device: torch.device) -> bool:
+    # AMD's cards count 9.x too.
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _page_size() -> int:
