@@ -10,12 +10,16 @@ from importlib.util import find_spec
 
 import torch
 
-from msaserve.ops.dispatch import Impl
-
 
 @cache
 def has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; asking PyTorch each time costs as much as a check of all shapes."""
+    return torch.cuda.get_device_capability(device)
 
 
 def why_not_triton(x: torch.Tensor) -> str | None:
@@ -23,8 +27,8 @@ def why_not_triton(x: torch.Tensor) -> str | None:
     if not has_triton():
         return "Triton is not installed"
     if x.is_cuda:
-        capability = torch.cuda.get_device_capability(x.device)
-        return None if capability[0] >= 8 else f"compute capability {capability} is under 8.0"
+        found = capability(x.device)
+        return None if found[0] >= 8 else f"compute capability {found} is under 8.0"
     if x.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
         return f"{x.device} is no CUDA device"
     if x.dtype == torch.bfloat16:
@@ -36,7 +40,7 @@ def why_not_wgmma(x: torch.Tensor) -> str | None:
     """None if kernels of Hopper's own instructions run there."""
     if not x.is_cuda:
         return f"{x.device} is no CUDA device"
-    if torch.cuda.get_device_capability(x.device)[0] != 9:
+    if capability(x.device)[0] != 9:
         return "not a Hopper card"
     return why_not_triton(x)
 
@@ -47,6 +51,11 @@ def on_card(x: torch.Tensor, *args: object, **kwargs: object) -> bool:
     8-bit caches are served by name alone: no kernel has been checked with them on a card yet.
     """
     return x.is_cuda and not any(isinstance(arg, torch.Tensor) and arg.element_size() == 1 for arg in args)
+
+
+def on_card_in_bfloat16(x: torch.Tensor, *args: object, **kwargs: object) -> bool:
+    """`pays` of kernels that a card has checked with bfloat16 queries and caches alone."""
+    return x.dtype == torch.bfloat16 and on_card(x, *args)
 
 
 def on_card_in_8_bits_too(x: torch.Tensor, *args: object, **kwargs: object) -> bool:
@@ -71,18 +80,3 @@ def ask_later(target: str) -> Callable[..., str | None]:
         return answer
 
     return why_not
-
-
-def hopper_kernel(name: str, target: str) -> Impl:
-    """An operator's kernels for Hopper cards, at "module:function", with the `why_not` of their module.
-
-    On a CPU the interpreter runs them, by name only.
-    """
-    served = ask_later(f"{target.partition(':')[0]}:why_not")
-
-    def why_not(x: torch.Tensor, *args: object, **kwargs: object) -> str | None:
-        if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] != 9:
-            return "not a Hopper card"
-        return served(x, *args, **kwargs)
-
-    return Impl(name, target, why_not, on_card)

@@ -18,8 +18,8 @@ from msaserve.ops.hopper import ask_later
 
 
 def _is_checked(q: torch.Tensor, k_cache: torch.Tensor, *_: object, **__: object) -> bool:
-    """What a card has checked, with caches of 16 and of 8 bits: heads and blocks of 128."""
-    return q.is_cuda and q.shape[2] == 128 and k_cache.shape[1] == 128
+    """What a card has checked, with caches of 16 and of 8 bits: bfloat16 queries, heads and blocks of 128."""
+    return q.is_cuda and q.dtype == torch.bfloat16 and q.shape[2] == 128 and k_cache.shape[1] == 128
 
 
 IMPLS = (

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from msaserve.ops.hopper import capability
+
 MAX_QUERY_LEN = 8
 """Query tokens a request may bring; more are a prefill."""
 
@@ -345,7 +347,7 @@ def why_not_dtypes(q: torch.Tensor, *caches: torch.Tensor) -> str | None:
 
 def launch_options(tensor: torch.Tensor) -> dict[str, bool]:
     """Programmatic dependent launch where the card has it: a kernel's start overlaps the end of the one before."""
-    if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9:
+    if tensor.is_cuda and capability(tensor.device)[0] >= 9:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

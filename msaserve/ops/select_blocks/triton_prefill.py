@@ -534,11 +534,13 @@ def select_blocks(
         BLOCK_B=next_power_of_2(batch),
         num_warps=1,
     )
-    chunk = max(1, min(total_tiles, SCRATCH_BYTES // (num_blocks * rows * 4)))
-    scores = torch.empty((chunk, num_blocks, rows), dtype=torch.float32, device=index_q.device)
     log = max(3, (topk - local_blocks - 1).bit_length()) if topk > local_blocks else 3
-    group, group_scores, groups = 1, scores, tiles
     is_ranked = log > MAX_LOG
+    # PyTorch's ranking holds the scores several times more, as 64-bit keys
+    scratch = SCRATCH_BYTES // 8 if is_ranked else SCRATCH_BYTES
+    chunk = max(1, min(total_tiles, scratch // (num_blocks * rows * 4)))
+    scores = torch.empty((chunk, num_blocks, rows), dtype=torch.float32, device=index_q.device)
+    group, group_scores, groups = 1, scores, tiles
     if topk > local_blocks and num_blocks >= MIN_GROUPED and not is_ranked:
         group = 1 << log
         group_scores = scores.new_empty((chunk, -(-num_blocks // group), rows))
