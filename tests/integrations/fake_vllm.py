@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from msaserve.integrations import cards
+
 SPARSE = {
     "sparse_num_index_heads": 4,
     "sparse_topk_blocks": 16,
@@ -86,6 +88,7 @@ def install(monkeypatch: Any, version: str, *, capability: tuple[int, int] | Non
     """Puts the fake in place of vllm; the plugin's own modules that import it are loaded afresh."""
     for name in [n for n in sys.modules if n == "vllm" or n.startswith("vllm.")]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(cards, "triton_version", lambda: "3.6.0")
     for name in ("msa_models", "attention"):
         monkeypatch.delitem(sys.modules, f"msaserve.integrations.vllm.{name}", raising=False)
     fake = Vllm(version, config(**settings), Registry())

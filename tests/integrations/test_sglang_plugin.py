@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from msaserve import ops
+from msaserve.integrations import cards
 from msaserve.integrations import sglang as plugin
 from msaserve.integrations.sglang import attention
 
@@ -65,8 +66,10 @@ DECODES = pytest.mark.parametrize("stock", [decode_0516, decode_0523])
 
 @pytest.fixture(autouse=True)
 def on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On any card, and on none; a server with pages of 128 tokens."""
-    monkeypatch.setenv("MSASERVE_SGLANG", "1")
+    """As if on a Hopper card; a server with pages of 128 tokens."""
+    monkeypatch.delenv("MSASERVE_SGLANG", raising=False)
+    monkeypatch.setattr(attention, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cards, "triton_version", lambda: "3.6.0")
     attention._say.cache_clear()
     context = ModuleType("sglang.srt.runtime_context")
     context.get_server_args = lambda: SimpleNamespace(page_size=128)  # type: ignore[attr-defined]
@@ -293,21 +296,26 @@ def test_calls_of_other_releases_go_to_stock(caplog: pytest.LogCaptureFixture) -
     assert "has no slot_ids" in caplog.records[-1].getMessage()
 
 
-@pytest.mark.parametrize(
-    ("capability", "hip", "expected"), [((9, 0), None, True), ((10, 0), None, False), ((9, 4), "6.4", False)]
-)
-def test_which_cards_ours_take(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, expected: bool
+CAPABILITY = attention._capability
+
+
+@pytest.mark.parametrize(("hip", "expected"), [(None, (9, 4)), ("6.4", (0, 0))])
+def test_amds_cards_are_not_taken_for_hopper(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, expected: tuple[int, int]
 ) -> None:
-    """AMD's cards count 9.x too."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert attention._is_hopper(torch.device("cuda")) == expected
+    assert CAPABILITY(torch.device("cuda")) == expected
+    assert CAPABILITY(torch.device("cpu")) == (0, 0)
 
 
-def test_tensors_elsewhere_go_to_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MSASERVE_SGLANG")
-    assert Call([5], [300]).prefill(prefill_0523) is STOCK
+def test_other_cards_go_to_stock_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call([5], [300])
+    monkeypatch.setattr(attention, "_capability", lambda device: (8, 0))
+    assert call.prefill(prefill_0523) is STOCK
+    monkeypatch.setenv("MSASERVE_SGLANG", "1")
+    check(call, call.prefill(prefill_0523))
+    assert Call([5], [300], dtype=E4M3).prefill(prefill_0523) is STOCK
 
 
 def test_views_copy_nothing() -> None:

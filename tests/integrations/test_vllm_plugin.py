@@ -20,6 +20,7 @@ import fake_vllm
 from fake_vllm import Vllm, install, metadata, minor
 
 from msaserve import ops
+from msaserve.integrations import cards
 from msaserve.integrations import vllm as plugin
 from msaserve.integrations.vllm import tensors
 from msaserve.integrations.vllm.decision import Setting
@@ -42,6 +43,7 @@ def setting(**changes: Any) -> Setting:
     given: dict[str, Any] = {
         "forced": False,
         "capability": (9, 0),
+        "triton": "3.6.0",
         "kv_dtype": "auto",
         "index_dtype": "bf16",
         "sparse": fake_vllm.SPARSE,
@@ -61,6 +63,10 @@ def test_ours_run_on_hopper(kv_dtype: str, index_dtype: str) -> None:
         ({"capability": (10, 0)}, "10.0 is not Hopper's; MSASERVE_VLLM=1"),
         ({"capability": (8, 0)}, "8.0 is not Hopper's"),
         ({"capability": (7, 5), "forced": True}, "under 8.0"),
+        ({"capability": (8, 6), "forced": True, "kv_dtype": "fp8"}, "8.6 has no 8-bit floats"),
+        ({"capability": (8, 6), "forced": True, "index_dtype": "fp8_e4m3"}, "8.6 has no 8-bit floats"),
+        ({"triton": None}, "Triton is not installed"),
+        ({"triton": "3.5.1"}, "Triton 3.5.1 is older than 3.6"),
         ({"kv_dtype": "fp8_e5m2"}, "the KV cache is fp8_e5m2"),
         ({"kv_dtype": "nvfp4"}, "the KV cache is nvfp4"),
         ({"index_dtype": "mxfp4"}, "the index cache is mxfp4"),
@@ -79,6 +85,41 @@ def test_stock_runs_and_says_why(changes: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
 def test_forced_on_other_cards(capability: tuple[int, int]) -> None:
     assert setting(capability=capability, forced=True).why_stock() is None
+
+
+@pytest.mark.parametrize("triton", ["3.6", "3.10.0", "4.0.0+git1234"])
+def test_newer_tritons(triton: str) -> None:
+    assert setting(triton=triton).why_stock() is None
+
+
+@pytest.mark.parametrize("value", ["", "auto", "2", "maybe", "-1", " "])
+def test_a_value_that_says_nothing_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("MSASERVE_VLLM", value)
+    fake = install(monkeypatch, "0.33.0")
+    plugin.register()
+    assert len(fake.registry.registered) == 3
+    fake.models()
+    assert [c.__name__ for c in chosen_impls(fake)] == ["MsaIndexer", "MsaAttend"]
+
+
+@pytest.mark.parametrize(
+    "broken", ["cache_config", "model_config", "sparse_block_size", "sparse_topk_blocks", "triton_version"]
+)
+def test_a_configuration_that_cannot_be_read_is_vllms_to_judge(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    fake = install(monkeypatch, "0.33.0")
+    fake.models()
+    if broken.startswith("sparse_"):
+        del fake.config.model_config.hf_text_config.sparse_attention_config[broken]
+    elif broken == "triton_version":
+        monkeypatch.setattr(cards, "triton_version", lambda: "main")
+    else:
+        delattr(fake.config, broken)
+    with caplog.at_level(logging.INFO):
+        assert [c.__name__ for c in chosen_impls(fake)] == ["IndexerImpl", "SparseImpl"]
+    (record,) = caplog.records
+    assert "cannot be read" in record.getMessage()
 
 
 def chosen_impls(fake: Vllm, *, index_dtype: str = "bf16") -> tuple[type, type]:

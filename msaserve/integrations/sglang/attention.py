@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from msaserve import env, ops
+from msaserve.integrations import cards
 
 logger = logging.getLogger("msaserve.sglang")
 
@@ -78,8 +79,6 @@ def why_stock(given: Mapping[str, Any]) -> str | None:
         if scale is not None and (isinstance(scale, torch.Tensor) or scale != 1.0):
             return f"{name} is {'a tensor' if isinstance(scale, torch.Tensor) else scale}"
     q, index_q, caches = given["q"], given["idx_q"], [given[n] for n in ("k_cache", "v_cache", "idx_k_cache")]
-    if env.sglang_plugin() != "on" and not _is_hopper(q.device):
-        return "the card is not Hopper's; MSASERVE_SGLANG=1 takes ours all the same"
     if not given["disable_index_value"]:
         return "the index heads have values"
     if given.get("packed_queries", 1) != 1:
@@ -87,6 +86,15 @@ def why_stock(given: Mapping[str, Any]) -> str | None:
     if any(cache.ndim != 3 or cache.dtype not in CACHE_DTYPES for cache in caches):
         kinds = ", ".join(f"{cache.ndim}-dimensional {cache.dtype}" for cache in caches)
         return f"the caches are {kinds}, not [slots, heads, dim] of bfloat16, float16 or float8_e4m3fn"
+    reason = cards.why_not(
+        _capability(q.device),
+        triton=cards.triton_version(),
+        has_8_bits=any(cache.dtype == torch.float8_e4m3fn for cache in caches),
+        is_forced=env.sglang_plugin() == "on",
+        switch="MSASERVE_SGLANG",
+    )
+    if reason is not None:
+        return reason
     num_kv_heads = caches[0].shape[1]
     if q.dtype not in (torch.bfloat16, torch.float16) or index_q.shape[1] != num_kv_heads:
         return f"queries are {q.dtype}, with {index_q.shape[1]} index heads to {num_kv_heads} KV heads"
@@ -140,11 +148,10 @@ def pages(slots: torch.Tensor) -> torch.Tensor:
     return slots[:whole].view(-1, PAGE, *slots.shape[1:])
 
 
-def _is_hopper(device: torch.device) -> bool:
-    # AMD's cards count 9.x too.
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+def _capability(device: torch.device) -> tuple[int, int]:
+    """(0, 0) of what is no card of NVIDIA's: AMD's count 9.x too."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
 
 
 def _page_size() -> int:

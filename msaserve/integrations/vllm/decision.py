@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from msaserve.integrations import cards
+
 KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 INDEX_DTYPES = ("bf16", "fp8", "fp8_e4m3")
 
@@ -17,6 +19,8 @@ class Setting:
     forced: bool
     """MSASERVE_VLLM=1: other cards than Hopper's too."""
     capability: tuple[int, int]
+    triton: str | None
+    """Its version; None without one."""
     kv_dtype: str
     """As --kv-cache-dtype names it."""
     index_dtype: str
@@ -26,15 +30,19 @@ class Setting:
 
     def why_stock(self) -> str | None:
         """Why vLLM's own kernels run; None if ours do."""
-        major, minor = self.capability
-        if self.forced and major < 8:
-            return f"compute capability {major}.{minor} is under 8.0"
-        if not self.forced and major != 9:
-            return f"compute capability {major}.{minor} is not Hopper's; MSASERVE_VLLM=1 takes ours all the same"
         if self.kv_dtype not in KV_DTYPES:
             return f"the KV cache is {self.kv_dtype}, not one of {', '.join(KV_DTYPES)}"
         if self.index_dtype not in INDEX_DTYPES:
             return f"the index cache is {self.index_dtype}, not one of {', '.join(INDEX_DTYPES)}"
+        reason = cards.why_not(
+            self.capability,
+            triton=self.triton,
+            has_8_bits="fp8" in self.kv_dtype + self.index_dtype,
+            is_forced=self.forced,
+            switch="MSASERVE_VLLM",
+        )
+        if reason is not None:
+            return reason
         topk, local = self.sparse["sparse_topk_blocks"], self.sparse.get("sparse_local_block", 0)
         if not 1 <= local <= topk <= 64:
             return f"sparse_local_block is {local} and sparse_topk_blocks {topk}, not 1 ≤ local ≤ topk ≤ 64"

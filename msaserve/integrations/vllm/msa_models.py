@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 
 import msaserve
 from msaserve import env
+from msaserve.integrations import cards
 from msaserve.integrations.vllm import releases
 from msaserve.integrations.vllm.decision import Setting
 
@@ -37,20 +38,29 @@ def _release() -> releases.Release:
     return found
 
 
-def _why_stock() -> str | None:
-    """Why the layer that is being built gets vLLM's own kernels; None if it gets ours. Says so once."""
+def _setting() -> Setting:
+    """What vLLM's configuration says of the layer that is being built."""
     config = get_current_vllm_config()
     attention = config.attention_config
     resolve = getattr(attention, "resolve_indexer_kv_dtype", None)
     capability = current_platform.get_device_capability()
-    setting = Setting(
+    return Setting(
         forced=env.vllm_plugin() == "on",
         capability=(0, 0) if capability is None else (capability.major, capability.minor),
+        triton=cards.triton_version(),
         kv_dtype=str(config.cache_config.cache_dtype),
         index_dtype=str(attention.indexer_kv_dtype if resolve is None else resolve("bf16")),
         sparse=config.model_config.hf_text_config.sparse_attention_config,
     )
-    reason = setting.why_stock()
+
+
+def _why_stock() -> str | None:
+    """Why the layer that is being built gets vLLM's own kernels; None if it gets ours. Says so once."""
+    try:
+        setting = _setting()
+        reason = setting.why_stock()
+    except Exception as error:  # a configuration of another form: vLLM's to judge
+        reason = f"its configuration cannot be read: {error!r}"
     if reason is None:
         logger.info_once(
             "msaserve %s: MiniMax-M3 selects blocks and attends to them with msaserve's kernels (vLLM %s, compute "
@@ -61,11 +71,11 @@ def _why_stock() -> str | None:
             setting.kv_dtype,
             setting.index_dtype,
         )
-    else:
-        is_right = _release().is_stock_right
-        say = logger.info_once if is_right else logger.warning_once
-        fault = "" if is_right else ". Those of this release misread the selected blocks (vllm#48603)"
-        say("msaserve: MiniMax-M3 runs on vLLM's own kernels: %s%s", reason, fault)
+        return None
+    is_right = _release().is_stock_right
+    say = logger.info_once if is_right else logger.warning_once
+    fault = "" if is_right else ". Those of this release misread the selected blocks (vllm#48603)"
+    say("msaserve: MiniMax-M3 runs on vLLM's own kernels: %s%s", reason, fault)
     return reason
 
 
