@@ -16,6 +16,8 @@ Modality = Literal["image", "video"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 ConstraintKind = Literal["json_object", "json_schema", "regex", "grammar", "structural_tag", "choice"]
 
+MAX_OUTPUTS = 16_384
+"""Of one request."""
 MAX_CONSTRAINT_CHARS = 2**20
 
 
@@ -70,7 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             InvalidRequestError: naming the field, its value and its bounds.
         """
         bounds: dict[str, tuple[float, float]] = {
-            "n": (1, math.inf),
+            "n": (1, MAX_OUTPUTS),
             "max_tokens": (1, math.inf),
             "min_tokens": (0, math.inf if self.max_tokens is None else self.max_tokens),
             "temperature": (0, 1e6),

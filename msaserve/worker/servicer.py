@@ -82,6 +82,7 @@ class Servicer(services.VllmEngineServicer):  # type: ignore[misc]
 
     async def _responses(self, request: Any, context: Any, span: GenerateSpan) -> AsyncGenerator[Any, None]:
         generate = await self._generate_request(request, context)
+        generate.sampling.validate(vocab_size=self._engine.info.vocab_size)  # before anything is made for n outputs
         stops = self._stop_strings(request, generate)
         writer = ResponseWriter(num_outputs=generate.sampling.n, is_streaming=request.stream)
         open_outputs = set(range(generate.sampling.n))

@@ -162,6 +162,7 @@ async def test_pixels_are_normalised_on_the_worker() -> None:
     [
         ({"temperature": -1.0}, "temperature"),
         ({"n": 0}, "n"),
+        ({"n": 2**32 - 1}, "n"),
         ({"max_tokens": 100_000}, "max_tokens"),
         ({"stop_token_ids": (512,)}, "stop_token_ids"),
     ],
