@@ -178,6 +178,9 @@ def facts(version: str, sources: Mapping[str, str]) -> dict[str, Any]:
                     for names in ("fields", "attributes"):
                         found[names] = [name for name in found[names] if name in KEPT_SETTINGS]
         files[path] = known
+    missing = [path for path in WANTED if path not in trees]
+    if missing:
+        raise SystemExit(f"vLLM {version} has no {', '.join(missing)}: what the plugin relies on has moved")
     model = trees[f"{M3}/nvidia/model.py"]
     plugins = ast.unparse(trees["vllm/plugins/__init__.py"])
     return {
@@ -200,7 +203,8 @@ def read_wheel(version: str, keep: Path | None = None) -> dict[str, str]:
         platforms = [f"--platform=manylinux_2_{n}_x86_64" for n in range(39, 16, -1)]
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
         command += ["--python-version=3.12", "--implementation=cp", *platforms, "-d", folder, f"vllm=={version}"]
-        subprocess.run(command, check=True)
+        if subprocess.run(command).returncode != 0:
+            raise SystemExit(f"pip could not download vLLM {version}")
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = set(archive.namelist())

@@ -11,8 +11,8 @@ case runs in a process of its own.
 
 from __future__ import annotations
 
+import argparse
 import ast
-import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -214,24 +214,36 @@ def run(root: Path, case: str, who: str) -> float:
     return float((output.view_as(expected).float() - expected).norm() / expected.norm())
 
 
+def measure(root: Path, case: str, who: str) -> str:
+    """`run` in a process of its own: its error, or how it failed."""
+    command = [sys.executable, __file__, str(root), "--one", case, who]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    except subprocess.TimeoutExpired:
+        return "took over 180 s"
+    if done.returncode == 0:
+        return done.stdout.split()[-1]
+    print(done.stderr[-2000:], file=sys.stderr)
+    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+    return errors[-1][:120] if errors else f"exit code {done.returncode}"
+
+
 def main() -> None:
-    if sys.argv[1] == "--one":
-        print(f"{run(Path(sys.argv[2]), sys.argv[3], sys.argv[4]):.5f}")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("roots", type=Path, nargs="+", metavar="DIR", help="an unpacked release, named as its version")
+    parser.add_argument("--one", nargs=2, metavar=("CASE", "WHO"), help="print one error: stock's or ours")
+    args = parser.parse_args()
+    if args.one is not None:
+        print(f"{run(args.roots[0], *args.one):.5f}")
         return
+    for root in args.roots:
+        if not (root / COMMON).is_dir():
+            parser.error(f"{root} has no {COMMON}: scripts/vllm_facts.py VERSION --keep DIR makes it")
     print("| vLLM | step | vLLM's own | ours |\n|---|---|---|---|")
-    for root in map(Path, sys.argv[1:]):
+    for root in args.roots:
         for case in CASES:
-            cells = []
-            for who in ("stock", "ours"):
-                command = [sys.executable, __file__, "--one", str(root), case, who]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-                errors = [line for line in done.stderr.splitlines() if "Error: " in line]
-                said = errors[-1] if errors else f"exit code {done.returncode}"
-                cells.append(done.stdout.split()[-1] if done.returncode == 0 else said[:120])
-                if done.returncode:
-                    print(done.stderr[-2000:], file=sys.stderr)
-            with contextlib.suppress(BrokenPipeError):
-                print(f"| {root.name} | {case} | {cells[0]} | {cells[1]} |", flush=True)
+            cells = [measure(root, case, who) for who in ("stock", "ours")]
+            print(f"| {root.name} | {case} | {cells[0]} | {cells[1]} |", flush=True)
 
 
 if __name__ == "__main__":

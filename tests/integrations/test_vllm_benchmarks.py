@@ -39,6 +39,20 @@ def test_slice_is_minimax_m3_with_fewer_layers(tmp_path: Path) -> None:
     assert (text.sparse_layer_ids, text.has_moe) == ((1, 2, 3, 4), (False, True, True, True, True))
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
+def test_each_says_what_it_takes(name: str) -> None:
+    done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py"), "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: {name}.py")
+
+
+def test_selection_without_a_release(tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "selection.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "scripts/vllm_facts.py VERSION --keep DIR" in done.stderr
+
+
 def test_compare(tmp_path: Path) -> None:
     def result(tokens: list[int], gap: float, ttft: float) -> str:
         greedy = [{"context": 200, "tokens": tokens, "best": [[-1.0, -1.0 - gap]] * len(tokens)}]

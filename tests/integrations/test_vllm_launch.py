@@ -36,9 +36,14 @@ def test_command_line() -> None:
 
 
 def test_what_the_user_sets_is_not_set_twice() -> None:
-    line = launch.command(Path("m3"), 1, ["--block-size=256", "--served-model-name", "other"], name="m3")
-    assert line.count("--served-model-name") == 1
-    assert "128" not in line
+    for options in (
+        ["--block-size=256", "--served-model-name", "other"],
+        ["--block_size", "64", "--served_model_name=x"],
+    ):
+        line = launch.command(Path("m3"), 1, options, name="m3")
+        assert line[-len(options) :] == options
+        assert "m3" not in line[line.index("--port") :]
+        assert "128" not in line
 
 
 def test_options_are_split_as_a_shell_does() -> None:
@@ -50,7 +55,13 @@ def test_options_are_split_as_a_shell_does() -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("--port 1", "--port"), ("--host=0.0.0.0", "--host"), ("--grpc", "--grpc"), ("'--a", "No closing quotation")],
+    [
+        ("--port 1", "--port"),
+        ("--host=0.0.0.0", "--host"),
+        ("--grpc_port=1", "--grpc-port"),
+        ("--grpc", "--grpc"),
+        ("'--a", "No closing quotation"),
+    ],
 )
 def test_options_that_cannot_be(text: str, reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason):

@@ -40,9 +40,9 @@ def options_of(text: str) -> list[str]:
         options = shlex.split(text)
     except ValueError as error:
         raise InvalidRequestError(f"--vllm-args cannot be read: {error}", param="vllm_args") from error
-    for option in options:
-        if option.partition("=")[0] in _OURS:
-            raise InvalidRequestError(f"--vllm-args cannot set {option.partition('=')[0]}", param="vllm_args")
+    for name in _names(options):
+        if name in _OURS:
+            raise InvalidRequestError(f"--vllm-args cannot set {name}", param="vllm_args")
     return options
 
 
@@ -50,7 +50,7 @@ def command(checkpoint: Path, port: int, options: Sequence[str], *, name: str | 
     """The server's command line. MiniMax-M3's caches have pages of one sparse block, which is 128 tokens."""
     line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), "--grpc"]
     line += ["--host", _HOST, "--port", str(port)]
-    given = {option.partition("=")[0] for option in options}
+    given = _names(options)
     if "--block-size" not in given:
         line += ["--block-size", "128"]
     if name is not None and "--served-model-name" not in given:
@@ -145,6 +145,11 @@ def free_port() -> int:
     with socket.create_server((_HOST, 0)) as server:
         port: int = server.getsockname()[1]
         return port
+
+
+def _names(options: Sequence[str]) -> list[str]:
+    """The options without their values, as vLLM reads them: it takes --block_size for --block-size."""
+    return [option.partition("=")[0].replace("_", "-") for option in options if option.startswith("--")]
 
 
 def _die_with_parent() -> None:
