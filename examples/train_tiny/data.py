@@ -34,7 +34,7 @@ TOKENS_PER_QUESTION = 32
 """Of a further question and its reply, a little more than it takes."""
 TOKENS_AROUND = 64
 """Of the template, before the text."""
-MAX_QUESTIONS = 40
+MAX_QUESTIONS = 32
 PACKED_LENGTH = 1024
 """Of the sequences that pictures, clips and tool calls are packed into."""
 TEXT_SHARE = 0.25
@@ -149,7 +149,8 @@ class Batches(Dataset[list[Batch]]):
         # At least six facts where there is room: with two, a guess is right as often as not.
         tokens_per_fact = math.exp(rng.uniform(math.log(15), math.log(max(20, min(1024, room / 6)))))
         num_facts = max(2, min(needle.MAX_FACTS, round(room / tokens_per_fact)))
-        num_questions = max(1, min(MAX_QUESTIONS, num_facts, room // (2 * TOKENS_PER_QUESTION)))
+        # Half of the facts at most: were all asked, the last ones could be told by those that are left.
+        num_questions = max(1, min(MAX_QUESTIONS, num_facts // 2, room // (2 * TOKENS_PER_QUESTION)))
         room = max(48, room - TOKENS_PER_QUESTION * num_questions)
         if rng.random() < recipe.mixed_share and context >= 1024:
             example = mixed.generate(
