@@ -15,7 +15,7 @@ class Impl:
     name: what `impl=` takes.
     target: "module:function", imported when first chosen, so that no backend is loaded before it is needed.
     why_not: called with the operator's own arguments; None if the implementation can serve them, else the reason.
-    pays: called likewise; whether `impl=None` should take it. A name takes it all the same.
+    pays: called likewise, before `why_not`; whether `impl=None` should take it. A name takes it all the same.
     """
 
     name: str
@@ -42,7 +42,8 @@ def choose(op: str, impls: Sequence[Impl], impl: str | None, *args: Any, **kwarg
     """
     if impl is None:
         for candidate in impls:
-            if candidate.why_not(*args, **kwargs) is None and candidate.pays(*args, **kwargs):
+            # `pays` first: it is cheaper, and what does not pay need not be imported to be asked
+            if candidate.pays(*args, **kwargs) and candidate.why_not(*args, **kwargs) is None:
                 return candidate.load()
         reasons = "; ".join(f"{c.name}: {c.why_not(*args, **kwargs)}" for c in impls)
         raise ValueError(f"{op}: no implementation serves these arguments ({reasons})")

@@ -28,11 +28,3 @@ def query_tile(cu_query_lens, tile, B, BQ: tl.constexpr, BLOCK_B: tl.constexpr):
     stop = tl.sum(tl.where(here, hi, 0), 0)
     first = tl.sum(tl.where(here, lo + (tile - end + count) * BQ, 0), 0)
     return request, first, start, stop
-
-
-@triton.jit
-def request_of(cu_query_lens, token, B, BLOCK_B: tl.constexpr):
-    """The request a token belongs to (B: none) for a scalar token."""
-    b = tl.arange(0, BLOCK_B)
-    end = tl.load(cu_query_lens + b + 1, mask=b < B, other=2147483647)
-    return tl.sum((end <= token).to(tl.int32), 0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from msaserve.ops.dispatch import Impl, always, choose
+from msaserve.ops.hopper import by_name
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 READERS = ("triton_decode", "gluon_kv_major", "triton_kv_major")
@@ -71,3 +75,13 @@ def test_dense_attend(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: in
 
 def test_select_attend_goes_in_two_steps() -> None:
     assert paying("select_attend", on_card(1, 64, 128, dtype=BF16)) == ["two_steps"]
+
+
+def test_what_does_not_pay_is_not_asked() -> None:
+    def fail(*args: object, **kwargs: object) -> str:
+        raise AssertionError("asked")
+
+    impls = (Impl("never", "nowhere:nothing", fail, by_name), Impl("sum", "math:fsum", always))
+    assert choose("add", impls, None, [1, 2]) is math.fsum
+    with pytest.raises(AssertionError, match="asked"):
+        choose("add", impls, "never", [1, 2])
