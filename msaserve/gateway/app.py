@@ -46,6 +46,7 @@ from msaserve.gateway.chat import check_length as check_text_length
 from msaserve.gateway.chat_output import ChatOutput
 from msaserve.gateway.client import EngineClient
 from msaserve.gateway.constraints import asked_constraint, chat_constraint
+from msaserve.gateway.media.budget import ByteBudget, Lease
 from msaserve.gateway.media.pipeline import MediaPart, MediaPipeline
 from msaserve.gateway.parsers.minimax_m3 import MARKER_TOKENS, thinking_mode
 from msaserve.gateway.stream import Generation
@@ -65,6 +66,9 @@ _log = logging.getLogger(__name__)
 
 _THREAD_BYTES = 16_384
 """Bodies above this are tokenised in a thread: the event loop serves other streams meanwhile."""
+_MAX_BODIES = 64
+"""Bodies of the largest size that are held at once; a request for which there is no room waits, then it is refused."""
+_BODY_SECONDS = 30.0
 
 T = TypeVar("T")
 
@@ -159,6 +163,7 @@ class Gateway:
         self._template = template
         self._settings = settings
         self._media = media
+        self._bodies = ByteBudget(_MAX_BODIES * settings.max_body_bytes, max_wait_s=_BODY_SECONDS)
         self._model_info: ModelInfo | None = None
         self._created = int(time.time())
         self.metrics = ServerMetrics(settings.served_model_name)
@@ -385,7 +390,8 @@ class Gateway:
     async def _body(self, request: Request) -> bytes:
         if self.is_draining:
             raise OverloadedError("the server is shutting down and takes no new request")
-        return await read_body(request, self._settings.max_body_bytes)
+        request.state.facts.body = Lease(self._bodies)
+        return await read_body(request, self._settings.max_body_bytes, request.state.facts.body)
 
     async def _encode_chat(
         self,

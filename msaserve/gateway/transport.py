@@ -23,6 +23,7 @@ from msaserve.errors import (
     TooLargeError,
 )
 from msaserve.gateway.apis.openai import ErrorBody
+from msaserve.gateway.media.budget import Lease
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ HEADER_DELAY_SECONDS = 2.0
 """How long the headers of a stream wait for its first event, so that a refusal still gets its own status."""
 KEEP_ALIVE_SECONDS = 15.0
 """A stream with nothing to say for this long sends a comment: proxies cut silent connections during long prompts."""
+
+_STEP_BYTES = 2**20
 
 
 class ClientGoneError(Exception):
@@ -105,19 +108,28 @@ def log_failure(error: BaseException, status: int) -> None:
         _log.error("request failed", exc_info=error)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, at most `limit` bytes of it. Raises HTTPException 413 for more."""
+async def read_body(request: Request, limit: int, lease: Lease) -> bytes:
+    """The body, at most `limit` bytes of it; the lease gets what goes beyond the first MiB, as it arrives.
+
+    Raises:
+        HTTPException: 413 for more.
+        BusyError: other requests' bodies left no room.
+    """
     chunks: list[bytes] = []
-    size = 0
+    size, reserved = 0, _STEP_BYTES
     async for chunk in request.stream():
         size += len(chunk)
         # Read on: a client that is still sending does not look at the answer. But not for ever.
         if size > 2 * limit:
             break
-        if size <= limit:
-            chunks.append(chunk)
-        else:
+        if size > limit:
             chunks.clear()
+            continue
+        if size > reserved:
+            step = max(_STEP_BYTES, size - reserved)
+            await lease.add(step)
+            reserved += step
+        chunks.append(chunk)
     if size > limit:
         words = f"{size} bytes" if size <= 2 * limit else f"more than {2 * limit} bytes"
         raise HTTPException(

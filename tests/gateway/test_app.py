@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -186,6 +187,33 @@ def test_a_body_without_end(http: httpx.Client) -> None:
         assert response.status_code == 413
         assert "more than 2097152 bytes" in response.read().decode()
     assert http.get("/health").status_code == 200
+
+
+async def test_bodies_together_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msaserve.gateway.app._MAX_BODIES", 1)
+    monkeypatch.setattr("msaserve.gateway.app._BODY_SECONDS", 0.2)
+    app = create_app(FakeClient(), tokenizer, None, GatewaySettings("tiny", max_body_bytes=3 * 2**20))
+    budget = app.state.gateway._bodies
+    has_sent, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b" " * (5 * 2**19)
+        has_sent.set()
+        await may_end.wait()
+        yield b'{"prompt": "a"}'
+
+    large = b" " * (5 * 2**19) + b'{"prompt": "a"}'
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
+        first = asyncio.create_task(http.post(TEXT, content=slow()))
+        await has_sent.wait()
+        response = await http.post(TEXT, content=large)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "busy")
+        assert response.headers["retry-after"] == "1"
+        assert (await http.post(TEXT, json={"prompt": "a"})).status_code == 200  # small ones need no room
+        may_end.set()
+        assert (await first).status_code == 200
+        assert (await http.post(TEXT, content=large)).status_code == 200
+    assert budget.used == 0
 
 
 def test_a_huge_prompt_is_refused_while_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:

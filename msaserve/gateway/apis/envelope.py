@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from msaserve.gateway.apis.messages import MESSAGES
 from msaserve.gateway.apis.responses import RESPONSES
+from msaserve.gateway.media.budget import Lease
 from msaserve.gateway.stream import Generation
 from msaserve.gateway.transport import OPENAI, ClientGoneError, Dialect, NoSuchModelError, error_response
 from msaserve.observe.log import ACCESS_LOGGER
@@ -37,6 +38,8 @@ class Facts:
 
     answer_id: str = ""
     generation: Generation | None = None
+    body: Lease | None = None
+    """What its body takes of the bytes in flight, until it is answered."""
 
     def items(self) -> dict[str, str | int]:
         if self.generation is None:
@@ -101,6 +104,8 @@ class Envelope:
                         _describe(span, {"http.request.method": method, "http.route": path}, status, request_id, facts)
         finally:
             seconds = time.perf_counter() - start
+            if facts.body is not None:
+                facts.body.release()
             self._metrics.http_active.dec()
             self._metrics.count_http(method, path, status, seconds)
             if _access_log.isEnabledFor(logging.INFO):

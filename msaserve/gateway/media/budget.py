@@ -29,7 +29,7 @@ class ByteBudget:
             await asyncio.wait_for(asyncio.shield(place), self._max_wait_s)
         except asyncio.TimeoutError as error:
             self._give_up(entry)
-            raise BusyError(f"media of other requests filled {self.limit} bytes for {self._max_wait_s:g} s") from error
+            raise BusyError(f"other requests filled {self.limit} bytes for {self._max_wait_s:g} s") from error
         except asyncio.CancelledError:
             self._give_up(entry)
             raise
@@ -64,6 +64,9 @@ class Lease:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
         size, self.size = self.size, 0
         self._budget.release(size)
 
