@@ -1,4 +1,4 @@
-"""Whether a card and its Triton run our kernels: what both plugins ask first. Loads no torch."""
+"""Whether a card, its Triton and a model's shapes are what our kernels serve: what both plugins ask. Loads no torch."""
 
 from __future__ import annotations
 
@@ -34,4 +34,17 @@ def why_not(
         return "Triton is not installed"
     if tuple(int(part) for part in triton.split(".")[:2]) < OLDEST_TRITON:
         return f"Triton {triton} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    return None
+
+
+def why_not_shape(*, topk: int, local_blocks: int, group: int) -> str | None:
+    """None if `impl=None` of the operators takes kernels on a card; the references would not run in a captured graph.
+
+    Args:
+        group: query heads to a KV head.
+    """
+    if not 1 <= local_blocks <= topk <= 16 + local_blocks:
+        return f"local_blocks is {local_blocks} and topk {topk}, not 1 ≤ local_blocks ≤ topk ≤ 16 + local_blocks"
+    if not 4 <= group <= 64:
+        return f"{group} query heads to a KV head are not 4 to 64"
     return None

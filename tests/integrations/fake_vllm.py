@@ -16,6 +16,7 @@ import torch
 
 from msaserve.integrations import cards
 
+TEXT = {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128}
 SPARSE = {
     "sparse_num_index_heads": 4,
     "sparse_topk_blocks": 16,
@@ -75,12 +76,15 @@ class Vllm:
         return importlib.import_module("msaserve.integrations.vllm.msa_models")
 
 
-def config(*, kv_dtype: str = "auto", index_dtype: str = "bf16", **sparse: Any) -> SimpleNamespace:
+def config(*, kv_dtype: str = "auto", index_dtype: str = "bf16", num_cards: int = 1, **sparse: Any) -> SimpleNamespace:
     """What `get_current_vllm_config` gives, as far as it is read."""
     return SimpleNamespace(
         attention_config=SimpleNamespace(indexer_kv_dtype=index_dtype),
         cache_config=SimpleNamespace(cache_dtype=kv_dtype),
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(sparse_attention_config={**SPARSE, **sparse})),
+        model_config=SimpleNamespace(
+            hf_text_config=SimpleNamespace(**TEXT, sparse_attention_config={**SPARSE, **sparse})
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=num_cards),
     )
 
 

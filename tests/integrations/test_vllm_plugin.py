@@ -46,6 +46,8 @@ def setting(**changes: Any) -> Setting:
         "triton": "3.6.0",
         "kv_dtype": "auto",
         "index_dtype": "bf16",
+        "group": 16,
+        "head_dim": 128,
         "sparse": fake_vllm.SPARSE,
     }
     return Setting(**{**given, **changes})
@@ -65,17 +67,19 @@ def test_ours_run_on_hopper(kv_dtype: str, index_dtype: str) -> None:
         ({"capability": (7, 5), "forced": True}, "under 8.0"),
         ({"capability": (8, 6), "forced": True, "kv_dtype": "fp8"}, "8.6 has no 8-bit floats"),
         ({"capability": (8, 6), "forced": True, "index_dtype": "fp8_e4m3"}, "8.6 has no 8-bit floats"),
+        ({"group": 2}, "2 query heads to a KV head"),
+        ({"head_dim": 64}, "not all 128"),
         ({"triton": None}, "Triton is not installed"),
         ({"triton": "3.5.1"}, "Triton 3.5.1 is older than 3.6"),
         ({"kv_dtype": "fp8_e5m2"}, "the KV cache is fp8_e5m2"),
         ({"kv_dtype": "nvfp4"}, "the KV cache is nvfp4"),
         ({"index_dtype": "mxfp4"}, "the index cache is mxfp4"),
-        ({"sparse": {**fake_vllm.SPARSE, "sparse_local_block": 0}}, "sparse_local_block is 0"),
-        ({"sparse": {**fake_vllm.SPARSE, "sparse_topk_blocks": 65}}, "sparse_topk_blocks 65"),
+        ({"sparse": {**fake_vllm.SPARSE, "sparse_local_block": 0}}, "local_blocks is 0"),
+        ({"sparse": {**fake_vllm.SPARSE, "sparse_topk_blocks": 18}}, "topk 18"),
         ({"sparse": {**fake_vllm.SPARSE, "sparse_init_block": 1}}, "sparse_init_block is 1"),
         ({"sparse": {**fake_vllm.SPARSE, "sparse_score_type": "sum"}}, "sparse_score_type is 'sum'"),
-        ({"sparse": {**fake_vllm.SPARSE, "sparse_block_size": 64}}, "not both 128"),
-        ({"sparse": {**fake_vllm.SPARSE, "sparse_index_dim": 64}}, "not both 128"),
+        ({"sparse": {**fake_vllm.SPARSE, "sparse_block_size": 64}}, "not all 128"),
+        ({"sparse": {**fake_vllm.SPARSE, "sparse_index_dim": 64}}, "not all 128"),
     ],
 )
 def test_stock_runs_and_says_why(changes: dict[str, Any], reason: str) -> None:
@@ -85,6 +89,14 @@ def test_stock_runs_and_says_why(changes: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
 def test_forced_on_other_cards(capability: tuple[int, int]) -> None:
     assert setting(capability=capability, forced=True).why_stock() is None
+
+
+@pytest.mark.parametrize(("num_cards", "is_ours"), [(1, True), (4, True), (8, True), (16, True), (32, False)])
+def test_cards_of_a_tensor_parallel_group(monkeypatch: pytest.MonkeyPatch, num_cards: int, is_ours: bool) -> None:
+    """On 32 cards two query heads are left to a KV head."""
+    fake = install(monkeypatch, "0.33.0", num_cards=num_cards)
+    fake.models()
+    assert chosen_impls(fake)[0].__name__ == ("MsaIndexer" if is_ours else "IndexerImpl")
 
 
 @pytest.mark.parametrize("triton", ["3.6", "3.10.0", "4.0.0+git1234"])

@@ -103,10 +103,10 @@ def why_stock(given: Mapping[str, Any]) -> str | None:
         return (
             f"pages of {page_size} tokens are no whole blocks of {given['block_size_k']}; --page-size 128 makes them so"
         )
-    topk, local = given["topk"], given["local_blocks"]
-    if given["init_blocks"] != 0 or not 1 <= local <= topk <= 64 or given["score_type"] != "max":
-        return f"init_blocks = {given['init_blocks']}, local_blocks = {local}, topk = {topk}, {given['score_type']}"
-    return None
+    if given["init_blocks"] != 0 or given["score_type"] != "max":
+        return f"init_blocks is {given['init_blocks']} and score_type {given['score_type']!r}, not 0 and 'max'"
+    group = q.shape[1] // num_kv_heads
+    return cards.why_not_shape(topk=given["topk"], local_blocks=given["local_blocks"], group=group)
 
 
 def prefill_batch(given: Mapping[str, Any]) -> Batch:

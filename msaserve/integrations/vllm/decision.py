@@ -25,6 +25,9 @@ class Setting:
     """As --kv-cache-dtype names it."""
     index_dtype: str
     """As attention_config.indexer_kv_dtype names it."""
+    group: int
+    """Query heads to a KV head, of one card's."""
+    head_dim: int
     sparse: Mapping[str, Any]
     """The model's sparse_attention_config."""
 
@@ -44,12 +47,14 @@ class Setting:
         if reason is not None:
             return reason
         topk, local = self.sparse["sparse_topk_blocks"], self.sparse.get("sparse_local_block", 0)
-        if not 1 <= local <= topk <= 64:
-            return f"sparse_local_block is {local} and sparse_topk_blocks {topk}, not 1 ≤ local ≤ topk ≤ 64"
+        reason = cards.why_not_shape(topk=topk, local_blocks=local, group=self.group)
+        if reason is not None:
+            return reason
         if self.sparse.get("sparse_init_block", 0) != 0:
             return f"sparse_init_block is {self.sparse['sparse_init_block']}, not 0"
         if self.sparse.get("sparse_score_type", "max") != "max":
             return f"sparse_score_type is {self.sparse['sparse_score_type']!r}, not 'max'"
-        if self.sparse["sparse_block_size"] != 128 or self.sparse["sparse_index_dim"] != 128:
-            return "sparse_block_size and sparse_index_dim are not both 128"
+        sizes = (self.head_dim, self.sparse["sparse_block_size"], self.sparse["sparse_index_dim"])
+        if sizes != (128, 128, 128):
+            return f"head_dim, sparse_block_size and sparse_index_dim are {sizes}, not all 128"
         return None

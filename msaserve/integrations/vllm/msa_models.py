@@ -44,13 +44,17 @@ def _setting() -> Setting:
     attention = config.attention_config
     resolve = getattr(attention, "resolve_indexer_kv_dtype", None)
     capability = current_platform.get_device_capability()
+    text = config.model_config.hf_text_config
+    num_cards = getattr(getattr(config, "parallel_config", None), "tensor_parallel_size", 1)
     return Setting(
         forced=env.vllm_plugin() == "on",
         capability=(0, 0) if capability is None else (capability.major, capability.minor),
         triton=cards.triton_version(),
         kv_dtype=str(config.cache_config.cache_dtype),
         index_dtype=str(attention.indexer_kv_dtype if resolve is None else resolve("bf16")),
-        sparse=config.model_config.hf_text_config.sparse_attention_config,
+        group=text.num_attention_heads // num_cards // max(1, text.num_key_value_heads // num_cards),
+        head_dim=text.head_dim,
+        sparse=text.sparse_attention_config,
     )
 
 
