@@ -76,7 +76,13 @@ def ask_later(target: str) -> Callable[..., str | None]:
         if reason is not None:
             return reason
         module, _, function = target.partition(":")
-        answer: str | None = getattr(import_module(module), function)(x, *args, **kwargs)
+        try:
+            asked = getattr(import_module(module), function)
+        except ImportError as error:  # Gluon has moved names between releases
+            if not str(error.name).startswith("triton"):
+                raise
+            return f"this Triton does not have what it needs: {error}"
+        answer: str | None = asked(x, *args, **kwargs)
         return answer
 
     return why_not
