@@ -118,6 +118,9 @@ class Engine:
         """
         sampling = request.sampling
         sampling.validate(vocab_size=self.config.text.vocab_size)
+        limit = self.scheduler.config.max_queue
+        if limit is not None and sampling.n > limit:  # "busy" would be a promise that is never kept
+            raise InvalidRequestError(f"n is {sampling.n}, and at most {limit} outputs may wait here", param="n")
         for item in request.media:
             check_media(item, request.prompt_token_ids, self.config)
         constraint = sampling.constraint

@@ -140,11 +140,15 @@ def test_what_can_never_be_served_is_refused_with_the_numbers(options: dict[str,
 
 def test_a_refused_request_leaves_none_of_its_outputs_behind() -> None:
     engine = make_engine(max_queue=3)
-    with pytest.raises(OverloadedError):
+    with pytest.raises(InvalidRequestError, match="at most 3 outputs may wait"):
         engine.add(request("many", [5, 6], n=4))
     assert not engine.has_work()
     check_empty(engine)
-    engine.add(request("few", [5, 6], n=3))
+    engine.add(request("one", [5, 6]))
+    with pytest.raises(OverloadedError):
+        engine.add(request("few", [5, 6], n=3))
+    assert engine.load().num_waiting == 1
+    engine.add(request("fewer", [5, 6], n=2))
 
 
 def test_nan_in_a_request_fails_it_alone(cursed_model: None) -> None:

@@ -247,6 +247,8 @@ async def test_a_full_queue() -> None:
         with pytest.raises(BusyError, match="queue is full"):
             await read(worker.client, request("c", n=2))  # there is room for one of its outputs
         assert worker.engine.load().num_waiting == 1
+        with pytest.raises(InvalidRequestError, match="at most 2 outputs may wait"):
+            await read(worker.client, request("e", n=3))
         await worker.client.abort("a")
         await task
         assert len(tokens(await waiting)) == 1
