@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import changed_tiny, released_spelling, shard, tiny_config, write_config
 from golden_data import GOLDEN, golden, relative_error
 from paged_driver import Driver
 
+from checkpoints import changed_tiny, released_spelling, shard, tiny_config, write_config
 from msaserve.errors import CheckpointError, InvalidRequestError, UnsupportedError
 from msaserve.layers.moe import SparseMoE
 from msaserve.models.loader import destinations, load_model, resolve_device, resolve_dtype

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import released_spelling, tiny_config, write_config
 
+from checkpoints import released_spelling, tiny_config, write_config
 from msaserve.config import EngineConfig, GenerationDefaults, ModelConfig
 from msaserve.errors import CheckpointError, InvalidRequestError, UnsupportedError
 from msaserve.models.loader import destinations
