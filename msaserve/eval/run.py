@@ -110,7 +110,7 @@ def plot(results: Sequence[Result], path: Path, *, title: str) -> None:
     try:
         figure = import_module("matplotlib.figure").Figure(figsize=(8, 4), layout="constrained")
     except ImportError as error:
-        raise InvalidRequestError("--plot needs matplotlib: pip install msaserve[plot]") from error
+        raise InvalidRequestError("--plot needs matplotlib: pip install 'msaserve[plot]'") from error
     axes = figure.subplots()
     axes.set_title(title)
     if all("depth" in result.example.labels for result in results):
