@@ -71,12 +71,14 @@ class Tokenizer:
         """Token ids of `text`; text that spells an added token becomes that token."""
         # The batch call computes no offsets and leaves the interpreter to other threads.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of `text`, all of it plain text: no added token comes out."""
         (encoding,) = self._plain.encode_batch_fast([text], add_special_tokens=False)
-        return list(encoding.ids)
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode_guarded(self, text: str, guard: str) -> list[int]:
         """Token ids of `text` without its guards; what a guard interrupts does not become an added token.
@@ -173,7 +175,7 @@ class _Spellings:
     def __init__(self, contents: Iterable[str]) -> None:
         tokens = sorted({c for c in contents if c}, key=len, reverse=True)
         self._pattern = re.compile("|".join(re.escape(t) for t in tokens)) if tokens else None
-        # A plain search for a few short heads is much faster than the pattern on long texts.
+        # Plain searches, for their first characters and then a few short heads, are much faster than the pattern.
         self._heads = sorted({t[:2] for t in tokens})
         self._prefixes = {t[:i] for t in tokens for i in range(1, len(t))}
         self._suffixes = {t[i:] for t in tokens for i in range(1, len(t))}
@@ -194,7 +196,7 @@ class _Spellings:
         is_inside = text in self._infixes or body in self._infixes
         leads = is_inside or any(self._begins_with_an_end(t) for t in (text, body))
         trails = is_inside or any(self._ends_with_a_beginning(t) for t in (text, body))
-        if any(h in body for h in self._heads):
+        if any(c in body for c in self._first_chars) and any(h in body for h in self._heads):
             # Overlapping spellings: each first character gets its own guard.
             body = self._break_spellings(body, guard)
         return f"{head}{guard if leads else ''}{body}{guard if trails else ''}{tail}"

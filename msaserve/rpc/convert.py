@@ -133,12 +133,13 @@ def request_to_proto(request: GenerateRequest) -> Any:
         InvalidRequestError: a value that no field can hold.
     """
     with Representable():
-        return pb.GenerateRequest(
-            request_id=request.request_id,
-            tokenized=pb.TokenizedInput(input_ids=request.prompt_token_ids),
-            sampling_params=sampling_to_proto(request.sampling),
-            stream=True,
+        message = pb.GenerateRequest(
+            request_id=request.request_id, sampling_params=sampling_to_proto(request.sampling), stream=True
         )
+        # In place: a message that is given to another is copied.
+        message.tokenized.SetInParent()
+        message.tokenized.input_ids.extend(request.prompt_token_ids)
+        return message
 
 
 def request_metadata(request: GenerateRequest) -> Metadata:
