@@ -150,15 +150,19 @@ def announce(listener: socket.socket, settings: GatewaySettings, template: ChatT
     print(f"msaserve: {settings.served_model_name} is ready; try\n{curl(host, port, settings, template)}", flush=True)
 
 
+_QUESTION = "The harbour was quiet. The code of Winston is 48213. Nobody came.\nWhat is the code of Winston?"
+"""Any chat model can answer it, the small one of a clone too."""
+
+
 def curl(host: str, port: int, settings: GatewaySettings, template: ChatTemplate | None) -> str:
     """A command that asks the server something."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     host = f"[{host}]" if ":" in host else host
-    body: dict[str, object] = {"model": settings.served_model_name, "max_tokens": 32}
+    body: dict[str, object] = {"model": settings.served_model_name, "max_tokens": 32, "temperature": 0}
     if template is None:
         path, body["prompt"] = "completions", "Hello"
     else:
-        path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello"}]
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": _QUESTION}]
     key = "" if settings.api_key is None else ' -H "Authorization: Bearer $MSASERVE_API_KEY"'
     data = shlex.quote(json.dumps(body))
     return f"  curl http://{host}:{port}/v1/{path} -H 'Content-Type: application/json'{key} -d {data}"
