@@ -14,7 +14,7 @@ from msaserve.ops.checks import (
     check_shapes,
 )
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later
+from msaserve.ops.hopper import ask_later, by_name
 
 
 def _is_checked(q: torch.Tensor, k_cache: torch.Tensor, *_: object, **__: object) -> bool:
@@ -28,6 +28,12 @@ IMPLS = (
         "msaserve.ops.dense_attend.decode_triton:dense_attend",
         ask_later("msaserve.ops.dense_attend.decode_triton:why_not"),
         _is_checked,
+    ),
+    Impl(
+        "triton_prefill",
+        "msaserve.ops.dense_attend.triton_prefill:dense_attend",
+        ask_later("msaserve.ops.dense_attend.triton_prefill:why_not"),
+        by_name,
     ),
     Impl("reference", "msaserve.ops.dense_attend.reference:dense_attend", always),
 )
