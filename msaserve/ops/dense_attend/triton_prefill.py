@@ -1,8 +1,8 @@
 """dense_attend for prefill: a tile of neighbouring queries, all heads of a group, against its request's whole context.
 
 A tile is M rows: queries times the group. Its program passes over the pages with a running maximum and sum; only the
-last tiles of tokens, which some query of the tile does not see, are masked. Tiles are numbered from the last queries on,
-as these have most to do.
+last tiles of tokens, which some query of the tile does not see, are masked. The last queries, which have most to do,
+come first.
 """
 
 from __future__ import annotations
@@ -145,9 +145,7 @@ def _attend_kernel(
         if SCALED_V:
             gain *= tl.load(v_scale + head * stride_vs).to(tl.float32)
         to = row.to(tl.int64) * stride_ot + (head * G + lane % GP) * stride_oh
-        tl.store(
-            out + to[:, None] + d[None, :], (acc * gain[:, None]).to(out.dtype.element_ty), mask=is_row[:, None]
-        )
+        tl.store(out + to[:, None] + d[None, :], (acc * gain[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
 
 
 def why_not(
