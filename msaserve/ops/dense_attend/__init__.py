@@ -30,6 +30,12 @@ IMPLS = (
         _is_checked,
     ),
     Impl(
+        "gluon_prefill",
+        "msaserve.ops.dense_attend.gluon_prefill:dense_attend",
+        ask_later("msaserve.ops.dense_attend.gluon_prefill:why_not"),
+        by_name,
+    ),
+    Impl(
         "triton_prefill",
         "msaserve.ops.dense_attend.triton_prefill:dense_attend",
         ask_later("msaserve.ops.dense_attend.triton_prefill:why_not"),

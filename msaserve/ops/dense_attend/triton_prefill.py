@@ -155,6 +155,8 @@ def why_not(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_query_lens: torch.Tensor,
+    *,
+    scale: float,
     **_: object,
 ) -> str | None:
     """None if `dense_attend` serves these arguments, else the reason. Whether Triton runs is asked before."""
@@ -166,6 +168,8 @@ def why_not(
         return "nothing to attend to"
     if any(x.stride(-1) != 1 for x in (q, block_table, seq_lens, cu_query_lens)):
         return "the last dimensions of q, block_table, seq_lens and cu_query_lens must be contiguous"
+    if scale <= 0:
+        return f"scale = {scale} is not positive"
     return why_not_dtypes(q, k_cache, v_cache)
 
 
