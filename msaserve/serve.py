@@ -76,6 +76,7 @@ class Serve:
                         create_app(client, tokenizer, template, settings, media, tracer),
                         listener,
                         drain_seconds=self.http.drain_seconds,
+                        read_seconds=self.http.read_seconds,
                         on_ready=lambda: announce(listener, settings, template),
                         cut=client.close,
                         failure=worker.death(),

@@ -41,6 +41,7 @@ from msaserve.gateway.apis.openai import (
     sampling_params,
 )
 from msaserve.gateway.apis.responses import ResponsesAnswer, ResponsesRequest
+from msaserve.gateway.body import read_body
 from msaserve.gateway.chat import ChatTemplate, check_template_kwargs, thinking_kwargs, without_thinking
 from msaserve.gateway.chat import check_length as check_text_length
 from msaserve.gateway.chat_output import ChatOutput
@@ -54,7 +55,6 @@ from msaserve.gateway.tools import tool_use
 from msaserve.gateway.transport import (
     EventStream,
     NoSuchModelError,
-    read_body,
     until_disconnect,
 )
 from msaserve.observe.metrics import CONTENT_TYPE, ServerMetrics
@@ -82,6 +82,8 @@ class GatewaySettings:
     api_key: str | None = None
     """Asked of every request but /health and /ready."""
     max_body_bytes: int = 64 * 2**20
+    read_seconds: float = 30.0
+    """How long a client may take to send a body, besides a second for every 16 KiB."""
 
 
 def create_app(
@@ -390,8 +392,9 @@ class Gateway:
     async def _body(self, request: Request) -> bytes:
         if self.is_draining:
             raise OverloadedError("the server is shutting down and takes no new request")
-        request.state.facts.body = Lease(self._bodies)
-        return await read_body(request, self._settings.max_body_bytes, request.state.facts.body)
+        settings, lease = self._settings, Lease(self._bodies)
+        request.state.facts.body = lease
+        return await read_body(request, settings.max_body_bytes, lease, read_seconds=settings.read_seconds)
 
     async def _encode_chat(
         self,

@@ -35,6 +35,8 @@ class HttpOptions:
     """On SIGTERM or SIGINT: how long requests in flight may go on. A second signal ends the server at once."""
     max_body_mib: int = 64
     """Largest request body."""
+    read_seconds: int = 30
+    """A client may take so long to send the headers of a request, and its body: that a second more for every 16 KiB."""
     stall_seconds: int = 300
     """A client that takes nothing of its answer for so long is cut off, and its request ends."""
     access_log: bool = False
@@ -43,7 +45,7 @@ class HttpOptions:
     """Send OpenTelemetry spans there, such as http://127.0.0.1:4317. Default: OTEL_EXPORTER_OTLP_ENDPOINT, if set."""
 
     def __post_init__(self) -> None:
-        for name, least in (("drain_seconds", 0), ("max_body_mib", 1), ("stall_seconds", 1)):
+        for name, least in (("drain_seconds", 0), ("max_body_mib", 1), ("read_seconds", 1), ("stall_seconds", 1)):
             if getattr(self, name) < least:
                 raise InvalidRequestError(f"{name} must be at least {least}", param=name)
 

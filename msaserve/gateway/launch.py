@@ -50,6 +50,7 @@ async def serve(options: Gateway, listener: socket.socket) -> None:
             app,
             listener,
             drain_seconds=options.http.drain_seconds,
+            read_seconds=options.http.read_seconds,
             on_ready=lambda: announce(listener, settings, template),
             cut=client.close,
         )
@@ -141,6 +142,7 @@ def settings_of(http: HttpOptions, name: str, defaults: GenerationDefaults) -> G
         defaults=defaults,
         api_key=http.key,
         max_body_bytes=http.max_body_mib * 2**20,
+        read_seconds=http.read_seconds,
     )
 
 

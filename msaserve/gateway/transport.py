@@ -1,4 +1,4 @@
-"""Between ASGI and the endpoints: bodies in, errors and event streams out, and clients that go away."""
+"""Between ASGI and the endpoints: errors and event streams out, and clients that go away."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -23,7 +22,6 @@ from msaserve.errors import (
     TooLargeError,
 )
 from msaserve.gateway.apis.openai import ErrorBody
-from msaserve.gateway.media.budget import Lease
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +31,6 @@ HEADER_DELAY_SECONDS = 2.0
 """How long the headers of a stream wait for its first event, so that a refusal still gets its own status."""
 KEEP_ALIVE_SECONDS = 15.0
 """A stream with nothing to say for this long sends a comment: proxies cut silent connections during long prompts."""
-
-_STEP_BYTES = 2**20
 
 
 class ClientGoneError(Exception):
@@ -68,7 +64,13 @@ def error_of(error: BaseException) -> tuple[int, ErrorBody]:
     return 500, ErrorBody("internal error; the server's log has the details", "server_error", code="internal_error")
 
 
-_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "body_too_large",
+}
 
 
 def server_event(data: bytes, name: str = "") -> bytes:
@@ -106,38 +108,6 @@ def log_failure(error: BaseException, status: int) -> None:
             _log.error("request failed: %s", error)
     elif status >= 500:
         _log.error("request failed", exc_info=error)
-
-
-async def read_body(request: Request, limit: int, lease: Lease) -> bytes:
-    """The body, at most `limit` bytes of it; the lease gets what goes beyond the first MiB, as it arrives.
-
-    Raises:
-        HTTPException: 413 for more.
-        BusyError: other requests' bodies left no room.
-    """
-    chunks: list[bytes] = []
-    size, reserved = 0, _STEP_BYTES
-    async for chunk in request.stream():
-        size += len(chunk)
-        # Read on: a client that is still sending does not look at the answer. But not for ever.
-        if size > 2 * limit:
-            break
-        if size > limit:
-            chunks.clear()
-            continue
-        if size > reserved:
-            step = max(_STEP_BYTES, size - reserved)
-            await lease.add(step)
-            reserved += step
-        chunks.append(chunk)
-    if size > limit:
-        words = f"{size} bytes" if size <= 2 * limit else f"more than {2 * limit} bytes"
-        raise HTTPException(
-            413,
-            f"the request body has {words}; at most {limit} are accepted",
-            headers=None if size <= 2 * limit else {"connection": "close"},
-        )
-    return b"".join(chunks)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

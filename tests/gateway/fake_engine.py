@@ -7,7 +7,9 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -15,6 +17,7 @@ from msaserve.config import GenerationDefaults
 from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.client import EngineClient, WorkerState
+from msaserve.gateway.connection import Connection
 from msaserve.gateway.media.pipeline import MediaPipeline
 from msaserve.tokenizer import Tokenizer
 from msaserve.types import EngineLoad, GenerateRequest, Logprobs, ModelInfo, TokenEvent
@@ -148,14 +151,30 @@ def serve(
     api_key: str | None = None,
     max_body_bytes: int = 2**20,
     defaults: GenerationDefaults | None = None,
+    read_seconds: float = 30.0,
+    keep_alive_seconds: int = 5,
 ) -> Iterator[str]:
     """The address of a server in a thread: real HTTP over a real socket."""
     settings = GatewaySettings(
-        "tiny", defaults=defaults or GenerationDefaults(), api_key=api_key, max_body_bytes=max_body_bytes
+        "tiny",
+        defaults=defaults or GenerationDefaults(),
+        api_key=api_key,
+        max_body_bytes=max_body_bytes,
+        read_seconds=read_seconds,
     )
     app = create_app(client, Tokenizer.load(TINY), template or ChatTemplate.load(TINY), settings, media)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
+    connection: Any = partial(Connection, read_seconds=read_seconds)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=connection,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=keep_alive_seconds,
+        )
+    )
     thread = threading.Thread(target=server.run, name="http-server", kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
