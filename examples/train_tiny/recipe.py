@@ -127,10 +127,15 @@ class Recipe:
     stages: tuple[Stage, ...]
     tokens_per_step: int
     """Of the long texts."""
-    learning_rate: float
+    muon_rate: float
+    """Of the matrices inside the layers, at most."""
+    adam_rate: float
+    """Of all else."""
     warm_up_steps: int
     num_index_rows: int
     """Queries of each sequence that the index branch learns from, at most; fewer of short ones."""
+    decay_from: float = 0.5
+    """Share of the training after which rates fall."""
     weight_decay: float = 0.05
     text_weight: float = 0.05
     """Of the loss on what is not a reply."""
@@ -160,7 +165,8 @@ FULL = Recipe(
         Stage(0.22, 2048, 16384, is_sparse=True, num_short=192, max_picture_side=1000),
     ),
     tokens_per_step=65_536,
-    learning_rate=2e-3,
+    muon_rate=0.01,
+    adam_rate=2e-3,
     warm_up_steps=100,
     num_index_rows=192,
 )
@@ -170,7 +176,8 @@ SMOKE = Recipe(
         Stage(0.5, 500, 600, is_sparse=True, num_short=2, max_picture_side=100),
     ),
     tokens_per_step=512,
-    learning_rate=3e-3,
+    muon_rate=0.01,
+    adam_rate=3e-3,
     warm_up_steps=2,
     num_index_rows=24,
     topk_choices=(2, 3),

@@ -22,6 +22,7 @@ from examples.train_tiny.checkpoint import export, write_small_files
 from examples.train_tiny.data import Batch, Batches
 from examples.train_tiny.kernels import Kernels, agree
 from examples.train_tiny.model import balance_experts, build, forward
+from examples.train_tiny.muon import Muon
 from examples.train_tiny.recipe import FULL, SMOKE, Recipe
 from msaserve.config import ModelConfig
 from msaserve.models.loader import load_model
@@ -69,19 +70,28 @@ def stage_at(recipe: Recipe, progress: float) -> int:
 
 
 def learning_rate(recipe: Recipe, step: int, progress: float) -> float:
-    """Linear warm-up, then half a cosine down to a twentieth."""
-    decay = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
-    return recipe.learning_rate * min(1.0, (step + 1) / recipe.warm_up_steps) * decay
+    """As a share of the recipe's rates: linear warm-up, then constant, then linearly down to a fiftieth."""
+    left = (1.0 - progress) / (1.0 - recipe.decay_from)
+    return min(1.0, (step + 1) / recipe.warm_up_steps) * max(0.02, min(1.0, left))
 
 
-def make_optimizer(model: MiniMaxM3, recipe: Recipe) -> torch.optim.AdamW:
-    """One for all: the index branch has its own loss, but Adam's steps do not depend on a loss's scale."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+def make_optimizers(model: MiniMaxM3, recipe: Recipe) -> tuple[Muon, torch.optim.AdamW]:
+    """Muon for the matrices inside the layers; AdamW for vectors, the router, what reads tokens and patches, and what
+    predicts tokens. The index branch has its own loss, but neither's steps depend on a loss's scale."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    at_ends = ("embed_tokens", "lm_head", "patch_embedding", "router")
+    matrices = {name: p for name, p in trained.items() if p.dim() > 1 and not any(part in name for part in at_ends)}
     groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for name, p in trained.items() if p.dim() > 1 and name not in matrices]},
+        {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+    head_dim = model.config.text.head_dim
+    # Queries, keys and values: each head is a matrix of its own. Experts are [experts, rows, columns].
+    cut = [(p, head_dim if "in_proj" in name or "qkv" in name else p.shape[-2]) for name, p in matrices.items()]
+    return (
+        Muon(cut, lr=recipe.muon_rate, weight_decay=recipe.weight_decay),
+        torch.optim.AdamW(groups, lr=recipe.adam_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True),
+    )
 
 
 def losses(
@@ -176,9 +186,10 @@ def train(arguments: argparse.Namespace) -> float:
     stopped = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     model.to(device)
-    optimizer = make_optimizer(model, recipe)
+    optimizers = make_optimizers(model, recipe)
     if saved is not None:
-        optimizer.load_state_dict(saved["optimizer"])
+        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
     parameters = [p for p in model.parameters() if p.requires_grad]
     kernels = Kernels() if arguments.plain else choose_kernels(device)
     save_at = time.monotonic() + 60 * arguments.save_minutes
@@ -192,8 +203,9 @@ def train(arguments: argparse.Namespace) -> float:
         batches = next(coming)
         waited_s += time.monotonic() - asked_at
         rate = learning_rate(recipe, step - first_step, progress_now)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer, full_rate in zip(optimizers, (recipe.muon_rate, recipe.adam_rate), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * full_rate
         for batch in batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss, values = losses(model, batch.to(device), recipe, kernels)
@@ -206,16 +218,17 @@ def train(arguments: argparse.Namespace) -> float:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = torch.where(finite, parameter.grad, 0.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         step += 1
         if step % arguments.log_every == 0:
             reply_loss = log.write(step, clock, stage_at(recipe, progress_now), rate, float(norm), waited_s)
             waited_s = 0.0
         if time.monotonic() > save_at:
-            save(model, optimizer, out, state_path, step=step, spent_s=clock.spent_s)
+            save(model, optimizers, out, state_path, step=step, spent_s=clock.spent_s)
             save_at = time.monotonic() + 60 * arguments.save_minutes
-    save(model, optimizer, out, state_path, step=step, spent_s=clock.spent_s)
+    save(model, optimizers, out, state_path, step=step, spent_s=clock.spent_s)
     signal.signal(signal.SIGTERM, before)
     is_done = clock.progress(step) >= 1.0
     print(f"{'done' if is_done else 'to be resumed'}: step {step}, {clock.spent_s / 60:.1f} minutes", flush=True)
@@ -223,11 +236,22 @@ def train(arguments: argparse.Namespace) -> float:
 
 
 def save(
-    model: MiniMaxM3, optimizer: torch.optim.Optimizer, out: Path, state_path: Path, *, step: int, spent_s: float
+    model: MiniMaxM3,
+    optimizers: Sequence[torch.optim.Optimizer],
+    out: Path,
+    state_path: Path,
+    *,
+    step: int,
+    spent_s: float,
 ) -> None:
     """The state to resume from, and the checkpoint; each is whole at any moment."""
     state_path.parent.mkdir(parents=True, exist_ok=True)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "spent_s": spent_s}
+    state = {
+        "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "step": step,
+        "spent_s": spent_s,
+    }
     torch.save(state, state_path.with_suffix(".new"))
     state_path.with_suffix(".new").replace(state_path)
     new, old = out / f"{CHECKPOINT}.new", out / f"{CHECKPOINT}.old"
