@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from msaserve.errors import BusyError, EngineError, InvalidRequestError, MsaserveError, OverloadedError
+from msaserve.gateway.board import InFlight, OwnInFlight
 from msaserve.gateway.client import Breaker, EngineClient, WorkerState
 from msaserve.gateway.kv_index import KvEventSource, KvIndex, PromptBlocks, follow
 from msaserve.types import GenerateRequest, ModelInfo, TokenEvent
@@ -42,6 +43,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 
 @dataclass(eq=False)
 class _Backend:
+    number: int
     name: str
     client: EngineClient
     clock: Callable[[], float]
@@ -98,13 +100,26 @@ class _Backend:
             num_sent += SEGMENT_TOKENS
         return max(num_sent, self.blocks.num_tokens(prompt))
 
-    def remember(self, prompt: PromptBlocks) -> None:
+    def remember(self, prompt: PromptBlocks) -> Callable[[], None]:
+        """It is sent a prompt. Returns what undoes this, for a worker that does not take it."""
         now = self.clock()
-        for digest in prompt.digests(SEGMENT_TOKENS):
+        before = {digest: self.segments.get(digest) for digest in prompt.digests(SEGMENT_TOKENS)}
+        for digest in before:
             self.segments[digest] = now
             self.segments.move_to_end(digest)
         while len(self.segments) > MAX_SEGMENTS:
             self.segments.popitem(last=False)
+
+        def undo() -> None:
+            for digest, then in before.items():
+                if self.segments.get(digest) != now:
+                    continue  # it was sent again since
+                if then is None:
+                    del self.segments[digest]
+                else:
+                    self.segments[digest] = then
+
+        return undo
 
 
 class Router:
@@ -112,7 +127,7 @@ class Router:
 
     - policy "prefix": the worker that holds most of the prompt's beginning, by its KV events or, if it sends none, by
       what it was sent before; of several the idlest, and none that is much busier than the idlest of all. "least_load":
-      the idlest by the outputs in flight; "round_robin": the next in turn.
+      the idlest by the outputs in flight, of all gateway processes; "round_robin": the next in turn.
     - A request that has brought nothing yet goes to another worker when its own refuses or fails. What fails later
       ends the stream, and no other stream.
     - A worker that fails gets nothing new for a while, and one that is not healthy nothing until it is.
@@ -123,14 +138,22 @@ class Router:
         workers: Sequence[tuple[str, EngineClient]],
         *,
         policy: Policy = "prefix",
+        in_flight: InFlight | None = None,
+        first_turn: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """workers: names for logs, and clients, which the router owns. clock: seconds."""
+        """
+        workers: names for logs, and clients, which the router owns.
+        in_flight: of all gateway processes, whose requests count as load too. None: there is no other process.
+        first_turn: where turns begin, so that several processes do not all begin with the same worker.
+        clock: seconds.
+        """
         assert workers
-        self._backends = [_Backend(name, client, clock) for name, client in workers]
+        self._in_flight = in_flight or OwnInFlight(len(workers))
+        self._backends = [_Backend(i, name, client, clock) for i, (name, client) in enumerate(workers)]
         self._policy = policy
         self._is_prefix_affine = policy == "prefix" and len(workers) > 1
-        self._turn = 0
+        self._turn = first_turn
         self._running: dict[str, _Backend] = {}
         self._health = asyncio.create_task(self._check_forever())
         self._followers = [
@@ -217,23 +240,24 @@ class Router:
         candidates = [candidates[(self._turn + i) % len(candidates)] for i in range(len(candidates))]
         if self._policy == "round_robin":
             return candidates[0]
-        idlest = min(candidates, key=lambda backend: backend.num_active)
+        loads = {backend: self._in_flight.total(backend.number) for backend in candidates}
+        idlest = min(candidates, key=lambda backend: loads[backend])
         if prompt is None:
             return idlest
         num_known = {backend: backend.num_known(prompt) for backend in candidates}
-        home = max(candidates, key=lambda backend: (num_known[backend], -backend.num_active))
-        is_too_busy = home.num_active > 1.5 * idlest.num_active + _SPARE_REQUESTS
+        home = max(candidates, key=lambda backend: (num_known[backend], -loads[backend]))
+        is_too_busy = loads[home] > 1.5 * loads[idlest] + _SPARE_REQUESTS
         return idlest if is_too_busy or not num_known[home] else home
 
     async def _events(
         self, backend: _Backend, request: GenerateRequest, prompt: PromptBlocks | None
     ) -> AsyncGenerator[TokenEvent, None]:
         """Raises _NothingCameError for what may be tried elsewhere."""
-        backend.num_active += request.sampling.n
+        self._count(backend, request.sampling.n)
         backend.num_requests += 1
         self._running[request.request_id] = backend
-        if prompt is not None:
-            backend.remember(prompt)
+        # At once, and not when it answers: what comes meanwhile with the same beginning belongs there too.
+        forget = None if prompt is None else backend.remember(prompt)
         events = backend.client.generate(request)
         has_begun = False
         try:
@@ -242,18 +266,24 @@ class Router:
                     has_begun = True
                     backend.succeed()
                 yield event
-        except InvalidRequestError:
-            raise
-        except (OverloadedError, EngineError) as error:
+        except (InvalidRequestError, OverloadedError, EngineError) as error:
             if has_begun:
+                raise
+            if forget is not None:
+                forget()
+            if isinstance(error, InvalidRequestError):
                 raise
             backend.fail(error)
             raise _NothingCameError(error) from error
         finally:
             await _close(events)
-            backend.num_active -= request.sampling.n
+            self._count(backend, -request.sampling.n)
             if self._running.get(request.request_id) is backend:
                 del self._running[request.request_id]
+
+    def _count(self, backend: _Backend, num_outputs: int) -> None:
+        backend.num_active += num_outputs
+        self._in_flight.add(backend.number, num_outputs)
 
     async def _check_forever(self) -> None:
         while True:

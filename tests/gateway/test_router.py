@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from fake_engine import FakeClient
 
-from msaserve.errors import BusyError, EngineError, InvalidRequestError, OverloadedError
+from msaserve.errors import BusyError, EngineError, InvalidRequestError, MsaserveError, OverloadedError
+from msaserve.gateway.board import Board
 from msaserve.gateway.client import Breaker
 from msaserve.gateway.kv_index import PromptBlocks
-from msaserve.gateway.router import SEGMENT_TOKENS, Router
+from msaserve.gateway.router import SEGMENT_TOKENS, Router, _NothingCameError
 from msaserve.kv_events import BlocksCleared, BlocksStored, KvBlock, KvEventBatch
 from msaserve.types import GenerateRequest, SamplingParams, TokenEvent
 
@@ -99,13 +100,65 @@ async def test_of_two_homes_the_idler() -> None:
     asked = PromptBlocks(fleet.request(prompt(1, 4)))
     for backend in fleet.router._backends[:2]:
         backend.remember(asked)
-    fleet.router._backends[0].num_active = 1
+    fleet.router._count(fleet.router._backends[0], 1)
     for _ in range(3):
         assert fleet.router._choose(asked, []) is fleet.router._backends[1]
-    fleet.router._backends[1].num_active = 2
+    fleet.router._count(fleet.router._backends[1], 2)
     for _ in range(3):
         assert fleet.router._choose(asked, []) is fleet.router._backends[0]
     await fleet.router.close()
+
+
+@pytest.mark.parametrize("refusal", [InvalidRequestError("no"), OverloadedError("no"), EngineError("no")])
+async def test_a_prompt_that_was_not_taken_is_not_remembered(refusal: MsaserveError) -> None:
+    fleet = Fleet(2)
+    first, second = fleet.router._backends
+    taken, refused = fleet.request(prompt(1, 2)), fleet.request(prompt(1, 4))
+    for event in [e async for e in fleet.router._events(first, taken, PromptBlocks(taken))]:
+        assert event.error is None
+    before = dict(first.segments)
+    assert len(before) == 2
+    fleet.clock.now += 1
+    fleet.clients[0].refusal = refusal
+    with pytest.raises((type(refusal), _NothingCameError)):
+        [e async for e in fleet.router._events(first, refused, PromptBlocks(refused))]
+    assert dict(first.segments) == before
+    assert not second.segments
+    await fleet.router.close()
+
+
+async def test_what_comes_before_the_answer_follows_its_prompt() -> None:
+    fleet = Fleet(3)
+    for client in fleet.clients:
+        client.delay = 0.05
+    asked = prompt(1, 4)
+    first, second = (asyncio.ensure_future(fleet.ask(asked)) for _ in range(2))
+    assert await first == await second
+    await fleet.router.close()
+
+
+async def test_processes_count_each_others_requests() -> None:
+    """Two gateway processes before the same workers: neither sends where the other already has."""
+    board = Board.create(2, 3)
+    fleets = [Fleet(3, policy="least_load", in_flight=board.in_flight(i), first_turn=i) for i in range(2)]
+    for client in (*fleets[0].clients, *fleets[1].clients):
+        client.delay = 0.05
+    streams = []
+    for i in range(12):
+        fleet = fleets[i % 3 == 0]  # the one gets twice as many as the other
+        streams.append(fleet.router.generate(fleet.request()))
+        await streams[-1].__anext__()
+        running = [len(a.running) + len(b.running) for a, b in zip(*(f.clients for f in fleets), strict=True)]
+        assert max(running) - min(running) <= 1
+    own = [sum(backend.num_active for backend in fleet.router._backends) for fleet in fleets]
+    assert own == [8, 4]
+    board.clear(1)  # the second died
+    assert sum(board.in_flight(0).total(i) for i in range(3)) == 8
+    for stream in streams[1::3] + streams[2::3]:
+        await stream.aclose()
+    assert not any(board.in_flight(1).total(i) for i in range(3))
+    for fleet in fleets:
+        await fleet.router.close()
 
 
 async def test_of_a_worker_that_sends_events_only_the_last_moments_are_guessed() -> None:
