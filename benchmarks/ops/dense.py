@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from msaserve import ops
 from msaserve.ops.testing import relative_error
 
-KERNELS = ("gluon_prefill", "triton_prefill")
+KERNELS = ("triton_prefill", "gluon_prefill")
 VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "gluon_prefill": ({}, {"warpgroups": 2}),
     "triton_prefill": (
@@ -44,6 +47,12 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
         {"rows": 256, "tokens": 64, "num_warps": 16, "num_stages": 2},
     ),
 }
+CHUNKS: dict[str, tuple[int, tuple[int, int, int]]] = {
+    "M3 after 61,440": (61_440, (64, 4, 128)),
+    "small after 122,880": (122_880, (16, 2, 64)),
+    "M3 from 0": (0, (64, 4, 128)),
+}
+"""Tokens cached before; query heads, KV heads and their dimension."""
 
 
 class Chunk(NamedTuple):
@@ -113,7 +122,13 @@ class Clock:
             print(f"{name:90s} failed: {type(failure).__name__} {str(failure)[:300]}", flush=True)
 
 
-def time_chunk(clock: Clock, name: str, chunk: Chunk, with_variants: bool) -> None:
+def compile_alone(shape: tuple[int, ...], impl: str, tuning: dict[str, int]) -> None:
+    """Leaves the kernel in Triton's cache on disk; what fails will say so when it is timed."""
+    with suppress(Exception):
+        attend_with(make_chunk(1920, 128, *shape), impl, **tuning)
+
+
+def time_chunk(clock: Clock, name: str, chunk: Chunk, variants: list[tuple[str, dict[str, int]]]) -> None:
     operations = chunk.num_operations
     queries = chunk.q.shape[0]
     keys, values = (
@@ -137,33 +152,36 @@ def time_chunk(clock: Clock, name: str, chunk: Chunk, with_variants: bool) -> No
     except RuntimeError as failure:
         expected = None
         print(f"{name}: results are not compared: {str(failure)[:300]}", flush=True)
-    for impl in KERNELS:
-        for tuning in VARIANTS[impl] if with_variants else ({},):
-            clock(f"{name} {impl} {tuning}", lambda i=impl, t=tuning: attend_with(chunk, i, **t), operations, expected)
+    for impl, tuning in variants:
+        clock(f"{name} {impl} {tuning}", partial(attend_with, chunk, impl, **tuning), operations, expected)
     narrow = chunk._replace(**{x: getattr(chunk, x).to(torch.float8_e4m3fn) for x in ("k_cache", "v_cache")})
     wide = narrow._replace(**{x: getattr(narrow, x).to(chunk.q.dtype) for x in ("k_cache", "v_cache")})
-    clock(
-        f"{name} triton_prefill, 8 bits", lambda: attend(narrow, "triton_prefill"), operations, attend(wide, KERNELS[1])
-    )
+    for impl in sorted({impl for impl, _ in variants if not impl.startswith("gluon")}):
+        clock(f"{name} {impl}, 8 bits", partial(attend, narrow, impl), operations, attend(wide, impl))
     clock(f"{name} PyTorch, flash", flash, operations)
     clock(f"{name} PyTorch, cuDNN, no mask, as many keys", cudnn, operations)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", default=",".join(KERNELS))
     parser.add_argument("--variants", action="store_true", help="other tiles, warps and stages too")
     parser.add_argument("--seconds", type=float, default=600.0, help="what is left after so many is skipped")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile first")
     parser.add_argument("--out")
     options = parser.parse_args()
     clock = Clock(options.seconds)
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}", flush=True)
-    for name, cached, shape in (
-        ("M3 after 61,440", 61_440, (64, 4, 128)),
-        ("small after 122,880", 122_880, (16, 2, 64)),
-        ("M3 from 0", 0, (64, 4, 128)),
-    ):
-        time_chunk(clock, name, make_chunk(cached, 8192, *shape), options.variants)
+    kernels = options.kernels.split(",")
+    variants = [(impl, tuning) for impl in kernels for tuning in (VARIANTS[impl] if options.variants else ({},))]
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        pool.starmap(
+            compile_alone,
+            [(shape, *variant) for shape in {shape for _, shape in CHUNKS.values()} for variant in variants],
+        )
+    for name, (cached, shape) in CHUNKS.items():
+        time_chunk(clock, name, make_chunk(cached, 8192, *shape), variants)
     if options.out:
         Path(options.out).write_text(json.dumps(clock.results, indent=1))
     sys.exit(1 if clock.num_failures else 0)

@@ -122,13 +122,13 @@ def _attend(
     top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, mma_s))
     total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, mma_s))
     o = gl.zeros([ROWS, D], gl.float32, layout=mma_o)
-    s = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma_s)
     mine = first + WG * (ROWS // G)
     if num_blocks > 0:
         mbarrier.wait(q_full.index(WG), 0)
     for n in range(num_blocks):
         stage = n % STAGES
         mbarrier.wait(kv_full.index(stage), (n // STAGES) & 1)
+        s = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma_s)
         for half in gl.static_range(HALVES):
             s = warpgroup_mma(
                 q_smem.index(WG * HALVES + half).reshape([ROWS, 64]),
