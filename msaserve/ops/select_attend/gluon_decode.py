@@ -27,8 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     mma_v2,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from msaserve.ops.gluon_tma import descriptor, tma_load
@@ -43,6 +41,7 @@ from msaserve.ops.select_attend.gluon_words import (
     make_visible,
     order_key,
     read,
+    reinterpret,
     thread_barrier,
     wait_for_launch_before,
     whole,
@@ -177,6 +176,22 @@ def _bring(
 
 
 @gluon.jit
+def _widened(x):
+    """Pairs of 8-bit floats [tokens, pairs], as int16: the first and the second of each, as float16."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 t;
+        .reg .b16 first, second;
+        prmt.b32 t, $2, 0, 0x3120;
+        mov.b32 {first, second}, t;
+        cvt.rn.f16x2.e4m3x2 $0, first;
+        cvt.rn.f16x2.e4m3x2 $1, second;
+        }""",
+        "=r,=r,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _attend_kernel(
     q_ptr, k_cache, v_cache, block_table, seq_lens, cu_query_lens, scores, comb_scores, comb_blocks,
     block_ids, out, partial_out, partial_lse, k_scale, v_scale,
@@ -185,20 +200,27 @@ def _attend_kernel(
     BP: gl.constexpr, QP: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
     S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr,
     SPLITS: gl.constexpr, STAGES: gl.constexpr, SCALED_K: gl.constexpr, SCALED_V: gl.constexpr,
-    PDL: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+    PDL: gl.constexpr, OVERLAP: gl.constexpr, FAST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Split program_id(0) of KV head program_id(1) and query token program_id(2).
 
-    Tokens are the M side of both products: scores [TILE, 16 heads], then outputs [D, 16 heads].
+    Each warp attends to tokens of its own, all heads of the group, with its own running softmax, so that warps wait
+    for one another only where a buffer is filled again and at the end, where their sums are put together.
     """
     NARROW: gl.constexpr = k_cache.dtype.primitive_bitwidth == 8
     element: gl.constexpr = gl.float16 if NARROW else q_ptr.dtype.element_ty
     PARTS: gl.constexpr = BLOCK // TILE
     BYTES: gl.constexpr = 2 * TILE * D * k_cache.dtype.primitive_bitwidth // 8
+    # Of a tile the tokens of one warp.
+    OWN: gl.constexpr = TILE // num_warps
     mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, 16, 16]
+        version=[2, 0], warps_per_cta=[num_warps, 1, 1], instr_shape=[1, 16, 8]
     )
-    columns: gl.constexpr = gl.SliceLayout(0, mma)
+    rows: gl.constexpr = gl.SliceLayout(2, mma)
+    queries: gl.constexpr = gl.DotOperandLayout(0, mma, 4 if NARROW else 2)
+    keys: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if NARROW else 2)
+    weights: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    values: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     split = gl.program_id(0)
     head = gl.program_id(1)
     t = gl.program_id(2)
@@ -209,8 +231,6 @@ def _attend_kernel(
     k_smem = gl.allocate_shared_memory(k_cache.dtype, [STAGES, 1, 1, TILE, D], k_cache.layout)
     v_smem = gl.allocate_shared_memory(v_cache.dtype, [STAGES, 1, 1, TILE, D], v_cache.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_smem = gl.allocate_shared_memory(element, [16, D], gl.NVMMASharedLayout.get_default_for([16, D], element))
-    p_smem = gl.allocate_shared_memory(element, [16, TILE], gl.NVMMASharedLayout.get_default_for([16, TILE], element))
     for fill in gl.static_range(STAGES):
         mbarrier.init(full.index(fill), count=1)
 
@@ -235,20 +255,24 @@ def _attend_kernel(
     num_blocks = gl.minimum((visible + BLOCK - 1) // BLOCK, max_blocks)
     table = block_table + request.to(gl.int64) * stride_b
 
-    g = gl.arange(0, 16, layout=columns)
-    d = gl.arange(0, D, layout=gl.SliceLayout(1, mma))
-    part = ((row * gl.num_programs(1) + head) * SPLITS + split) * G + g
+    # As the output is written: the warps' parts of a value in one thread, 16 bytes of a head to a lane.
+    final: gl.constexpr = gl.BlockedLayout([num_warps, 1, 4], [1, 128 // D, D // 4], [1, num_warps, 1], [2, 1, 0])
+    plane: gl.constexpr = gl.SliceLayout(0, final)
+    g = gl.arange(0, 16, layout=gl.SliceLayout(1, plane))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, plane))
+    gs = gl.arange(0, 16, layout=gl.SliceLayout(0, rows))
+    part = ((row * gl.num_programs(1) + head) * SPLITS + split) * G
     if PDL:
         if SPLITS > 1:
-            unwritten = gl.full([D, 16], UNWRITTEN, gl.int32, layout=mma)
-            gl.store(partial_out + part[None, :] * D + d[:, None], unwritten, mask=(g < G)[None, :])
-            gl.store(partial_lse + part, gl.full([16], UNWRITTEN, gl.int32, layout=columns), mask=g < G)
+            unwritten = gl.full([16, D], UNWRITTEN, gl.int32, layout=plane)
+            gl.store(partial_out + (part + g)[:, None] * D + d[None, :], unwritten, mask=(g < G)[:, None])
+            gl.store(partial_lse + part + gs, gl.full_like(gs, UNWRITTEN), mask=gs < G)
             make_visible()
         let_next_start()
     if SCALED_K:
         scale_log2 *= gl.load(k_scale + head * stride_ks)
-    q_smem.store(q.to(element))
-    fence_async_shared()
+    q = gl.expand_dims(gl.convert_layout(q.to(element), gl.SliceLayout(0, queries)), 0)
+    q, _ = gl.broadcast(q, gl.zeros([num_warps, 16, D], element, layout=queries))
     thread_barrier()
 
     place = gl.arange(0, SP, layout=whole(SP, num_warps))
@@ -259,9 +283,9 @@ def _attend_kernel(
     if PDL and not OVERLAP:
         wait_for_launch_before()
     at = (row * gl.num_programs(1) + head) * CP
-    ids = choose(
+    ids, places = choose(
         scores + head.to(gl.int64) * stride_sh + row * stride_st, comb_scores + at, comb_blocks + at,
-        num_blocks, local_blocks, place, S, SP, CP, RP, OVERLAP, num_warps,
+        num_blocks, local_blocks, place, S, SP, CP, RP, OVERLAP, FAST, num_warps,
     )  # fmt: skip
     if RP > 0:
         numbers = ids
@@ -269,72 +293,81 @@ def _attend_kernel(
     pieces = gl.minimum(num_blocks, S) * PARTS
     for fill in gl.static_range(STAGES):
         if split + fill * SPLITS < pieces:
-            _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, place, split + fill * SPLITS, fill, head, PARTS, TILE, BYTES)  # fmt: skip
+            _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, places, split + fill * SPLITS, fill, head, PARTS, TILE, BYTES)  # fmt: skip
     if split == 0:
-        gl.store(block_ids + head * stride_ih + row * stride_it + place, ids, mask=place < S)
+        ids_row = block_ids + head * stride_ih + row * stride_it
+        gl.store(ids_row + places, ids, mask=(places < S) & (places < num_blocks))
+        gl.store(ids_row + place, gl.full_like(place, -1), mask=(place < S) & (place >= num_blocks))
 
-    best = gl.full([16], float("-inf"), gl.float32, layout=columns)
-    weights = gl.zeros([TILE, 16], gl.float32, layout=mma)
-    acc = gl.zeros([D, 16], gl.float32, layout=mma)
-    offset = gl.arange(0, TILE, layout=gl.SliceLayout(1, mma))
-    if NARROW:
-        wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], element)
-        k_wide = gl.allocate_shared_memory(element, [TILE, D], wide)
-        v_wide = gl.allocate_shared_memory(element, [TILE, D], wide)
-    vector: gl.constexpr = 16 if NARROW else 8
-    tile: gl.constexpr = gl.BlockedLayout([1, vector], [32 * vector // D, D // vector], [num_warps, 1], [1, 0])
-    rows = gl.arange(0, TILE, layout=gl.SliceLayout(1, tile))
+    best = gl.full([num_warps, 16], float("-inf"), gl.float32, layout=rows)
+    sums = gl.zeros([num_warps, 16, OWN], gl.float32, layout=mma)
+    acc = gl.zeros([num_warps, 16, D // 2 if NARROW else D], gl.float32, layout=mma)
+    odd = acc
+    token = (
+        gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(1, mma)))[:, None] * OWN
+        + gl.arange(0, OWN, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, :]
+    )[:, None, :]
+    # Values, two bytes at a time.
+    WORDS: gl.constexpr = D // 2 if NARROW else D
+    words: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, WORDS], gl.int16)
+    tile: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WORDS, WORDS // 8], [num_warps, 1], [1, 0])
+    order = gl.arange(0, TILE, layout=gl.SliceLayout(1, tile))
     done = 0
     for piece in range(split, pieces, SPLITS):
         stage = done % STAGES
-        block = gl.max(gl.where(place == piece // PARTS, ids, 0), 0)
+        block = gl.max(gl.where(places == piece // PARTS, ids, 0), 0)
         rest = visible - block * BLOCK - (piece % PARTS) * TILE
         mbarrier.wait(full.index(stage), (done // STAGES) & 1)
-        k = k_smem.index(stage).reshape([TILE, D])
-        v = v_smem.index(stage).reshape([TILE, D])
-        if NARROW:
-            k_wide.store(k.load(tile).to(element))
+        if rest < TILE:
             # A weight of 0 does not silence NaN.
-            v_wide.store(gl.where((rows < rest)[:, None], v.load(tile).to(element), 0.0))
+            v_words = reinterpret(v_smem.index(stage).reshape([TILE, D]), gl.int16, [TILE, WORDS], words)
+            v_words.store(gl.where((order < rest)[:, None], v_words.load(tile), 0))
             fence_async_shared()
             thread_barrier()
-            k = k_wide
-            v = v_wide
-        else:
-            if rest < TILE:
-                v.store(gl.where((rows < rest)[:, None], v.load(tile), 0.0))
-                fence_async_shared()
-        s = warpgroup_mma(k, q_smem.permute((1, 0)), gl.zeros([TILE, 16], gl.float32, layout=mma), use_acc=False, is_async=True)  # fmt: skip
-        s = warpgroup_mma_wait(0, deps=(s,)) * scale_log2
-        s = gl.where((offset < rest)[:, None], s, float("-inf"))
-        higher = gl.maximum(best, gl.max(s, 0))
+        k = k_smem.index(stage).reshape([num_warps, OWN, D]).permute((0, 2, 1)).load(keys).to(element)
+        s = mma_v2(q, k, gl.zeros([num_warps, 16, OWN], gl.float32, layout=mma)) * scale_log2
+        s = gl.where(token < rest, s, float("-inf"))
+        higher = gl.maximum(best, gl.max(s, 2))
         base = gl.where(higher == float("-inf"), 0.0, higher)
-        p = gl.exp2(s - base[None, :])
+        p = gl.exp2(s - base[:, :, None])
         fade = gl.exp2(best - base)
-        weights = weights * fade[None, :] + p
+        sums = sums * fade[:, :, None] + p
         best = higher
-        p_smem.store(gl.permute(p.to(element), (1, 0)))
-        fence_async_shared()
-        thread_barrier()
-        acc = warpgroup_mma(v.permute((1, 0)), p_smem.permute((1, 0)), acc * fade[None, :], is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        p = gl.convert_layout(p.to(element), weights)
+        if NARROW:
+            v_words = reinterpret(v_smem.index(stage).reshape([TILE, D]), gl.int16, [TILE, WORDS], words)
+            first, second = _widened(v_words.reshape([num_warps, OWN, WORDS]).load(values))
+            acc = mma_v2(p, first, acc * fade[:, :, None])
+            odd = mma_v2(p, second, odd * fade[:, :, None])
+        else:
+            acc = mma_v2(p, v_smem.index(stage).reshape([num_warps, OWN, D]).load(values), acc * fade[:, :, None])
         done += 1
         if piece + STAGES * SPLITS < pieces:
             thread_barrier()
-            _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, place, piece + STAGES * SPLITS, stage, head, PARTS, TILE, BYTES)  # fmt: skip
+            _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, places, piece + STAGES * SPLITS, stage, head, PARTS, TILE, BYTES)  # fmt: skip
 
-    total = gl.sum(weights, 0)
+    top = gl.max(best, 0)
+    share = gl.exp2(best - gl.where(top == float("-inf"), 0.0, top)[None, :])
+    total = gl.sum(gl.sum(sums, 2) * share, 0)
     is_empty = total == 0.0
-    acc = acc / gl.where(is_empty, 1.0, total)[None, :]
+    share = share / gl.where(is_empty, 1.0, total)[None, :]
     if SCALED_V:
-        acc *= gl.load(v_scale + head * stride_vs)
-    if SPLITS == 1:
-        to = out + row * stride_ot + (head * G + g)[None, :] * stride_oh + d[:, None]
-        gl.store(to, acc.to(out.dtype.element_ty), mask=(g < G)[None, :])
+        share *= gl.load(v_scale + head * stride_vs)
+    if NARROW:
+        acc = gl.reshape(gl.join(acc * share[:, :, None], odd * share[:, :, None]), [num_warps, 16, D])
     else:
-        lse = gl.where(is_empty, float("-inf"), best + gl.log2(total))
-        gl.store(partial_out + part[None, :] * D + d[:, None], acc.to(gl.int32, bitcast=True), mask=(g < G)[None, :])
-        gl.store(partial_lse + part, lse.to(gl.int32, bitcast=True), mask=g < G)
+        acc = acc * share[:, :, None]
+    together = gl.allocate_shared_memory(gl.float32, [num_warps, 16, D], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+    together.store(acc)
+    merged = gl.sum(together.load(final), 0)
+    if SPLITS == 1:
+        to = out + row * stride_ot + (head * G + g)[:, None] * stride_oh + d[None, :]
+        gl.store(to, merged.to(out.dtype.element_ty), mask=(g < G)[:, None])
+    else:
+        lse = gl.where(is_empty, float("-inf"), top + gl.log2(total))
+        to = partial_out + (part + g)[:, None] * D + d[None, :]
+        gl.store(to, merged.to(gl.int32, bitcast=True), mask=(g < G)[:, None])
+        gl.store(partial_lse + part + gs, lse.to(gl.int32, bitcast=True), mask=gs < G)
     if PDL:
         # Whoever waits for this launch waits for the ones before it too.
         wait_for_launch_before()
@@ -459,6 +492,8 @@ def select_attend(
     stages: int | None = None,
     overlap: bool = True,
     early: bool = True,
+    fast: bool = True,
+    warps: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits depend on shapes only."""
     num_rows, num_heads, dim = q.shape
@@ -510,7 +545,7 @@ def select_attend(
     if out is None:
         out = torch.empty_like(q)
     block_ids = empty((num_kv_heads, num_rows, topk))
-    tile = tile or 64
+    tile = tile or min(block_size, warps * 16)
     pieces = topk * (block_size // tile)
     splits = splits or num_splits(num_rows * num_kv_heads, pieces)
     partial_out, partial_lse = (x.view(torch.int32) if splits > 1 else x for x in partials(out, num_kv_heads, splits))
@@ -561,7 +596,8 @@ def select_attend(
         SCALED_K=k_scale is not None,
         SCALED_V=v_scale is not None,
         OVERLAP=overlap,
-        num_warps=4,
+        FAST=fast and topk_pad == 32,
+        num_warps=warps,
         **pdl,
     )
     if splits > 1:

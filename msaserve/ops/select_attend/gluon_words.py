@@ -14,6 +14,10 @@ from triton.experimental.gluon import language as gl
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 """Of a program's threads, under its name in the Triton at hand."""
 
+_memory = gl.shared_memory_descriptor
+reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
+"""(shared memory, dtype, shape, layout): the same bytes, under its name in the Triton at hand."""
+
 UNWRITTEN = gl.constexpr(-1)
 """Bits of a word that is still to be written: as a float32 a NaN other than the one that arithmetic yields."""
 
@@ -187,6 +191,81 @@ def take_best(key, n, S, place):
 
 
 @gluon.jit
+def from_lane(x, lane):
+    """x of another lane of the warp; elements must lie one to a lane or have the same lane in every register."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [x, lane], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def ones(x):
+    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def rank_in_warp(x, lane):
+    """(how many lanes hold more, how many other lanes hold as much)."""
+    more = gl.zeros_like(x)
+    equal = gl.zeros_like(x) - 1
+    for j in range(8):
+        for k in gl.static_range(4):
+            other = from_lane(x, gl.zeros_like(x) + (j * 4 + k))
+            more += (other > x).to(gl.int32)
+            equal += (other == x).to(gl.int32)
+    return more, equal
+
+
+@gluon.jit
+def find_best(key, S: gl.constexpr):
+    """The S largest of key [A, 32, B], whose middle is the lanes of a warp, in a few steps instead of S rounds.
+
+    Returns for each lane, [32]: (lane, register a * B + b, rank) of one key, which is among the best if its rank is
+    under S, and whether that can be relied on: not if keys are equal or if one lane holds too many of the best.
+
+    At least S keys are as large as the S-th largest of the lanes' maxima. Those that are, some 20 if keys are spread,
+    are dealt out to the lanes, one each, and ranked.
+    """
+    A: gl.constexpr = key.shape[0]
+    B: gl.constexpr = key.shape[2]
+    grid: gl.constexpr = key.type.layout
+    lanes: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, grid))
+    lane = gl.arange(0, 32, layout=lanes)
+    register = (
+        gl.arange(0, A, layout=gl.SliceLayout(1, gl.SliceLayout(2, grid)))[:, None] * B
+        + gl.zeros([A, 32], gl.int32, layout=gl.SliceLayout(2, grid))
+    )[:, :, None] + gl.arange(0, B, layout=gl.SliceLayout(0, gl.SliceLayout(1, grid)))[None, :][:, None, :]
+    highest = gl.max(gl.max(key, 2), 0)
+    more, equal = rank_in_warp(highest, lane)
+    bound = gl.max(gl.where((more < S) & (more + equal >= S - 1), highest, LOWEST), 0)
+    is_in = (key >= bound) & (key != LOWEST)
+    count = gl.sum(gl.sum(is_in.to(gl.int32), 2), 0)
+    mask = gl.sum(gl.sum(gl.where(is_in, 1 << register, 0), 2), 0)
+    end = count
+    for bit in gl.static_range(5):
+        before = from_lane(end, gl.maximum(lane - (1 << bit), 0))
+        end += gl.where(lane >= (1 << bit), before, 0)
+    total = gl.max(end, 0)
+    # Candidate `lane` belongs to the lane whose end is the first beyond it.
+    source = gl.zeros_like(lane)
+    for bit in gl.static_range(5):
+        source += gl.where(from_lane(end, source + ((16 >> bit) - 1)) <= lane, 16 >> bit, 0)
+    rest = lane - from_lane(end - count, source)
+    mask = from_lane(mask, source)
+    for _ in gl.static_range(A * B - 1):
+        mask = gl.where(rest > 0, mask & (mask - 1), mask)
+        rest -= 1
+    at = ones((mask & -mask) - 1)
+    spread = gl.zeros_like(key) + gl.expand_dims(gl.expand_dims(source, 0), 2)
+    candidate = gl.where(register == gl.expand_dims(gl.expand_dims(at, 0), 2), from_lane(key, spread), LOWEST)
+    is_one = lane < total
+    candidate = gl.where(is_one, gl.max(gl.max(candidate, 2), 0), LOWEST)
+    more, equal = rank_in_warp(candidate, lane)
+    ties = gl.max((is_one & (equal > 0)).to(gl.int32), 0)
+    return source, at, gl.where(is_one, more, NONE), (total <= 32) & (ties == 0)
+
+
+@gluon.jit
 def force(key, is_in, n, first_local, num_blocks):
     """Keys with those of the local blocks above all others, and none equal."""
     return gl.where(is_in & (n >= first_local), NONE - num_blocks + n, key)
@@ -195,32 +274,66 @@ def force(key, is_in, n, first_local, num_blocks):
 @gluon.jit
 def choose(
     scores, comb_scores, comb_blocks, num_blocks, local_blocks, place,
-    S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+    S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr, OVERLAP: gl.constexpr, FAST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """[SP] block ids of one row of scores, best first. With RP > 0 through CP combs, as `select.choose_blocks` does."""
+    """The S best blocks of one row of scores: ([SP] block ids, −1 after the last, [SP] their places, each once).
+
+    With RP > 0 through CP combs, as `select.choose_blocks` does.
+    """
     first_local = num_blocks - local_blocks
     combs: gl.constexpr = CP
     # As `whole` lays them out.
     PACK: gl.constexpr = 4 if CP >= 128 else 1
+    line: gl.constexpr = whole(SP, num_warps)
     c = gl.arange(0, CP, layout=whole(CP, num_warps))
     is_in = c < num_blocks
     if RP == 0:
-        key = await_words(scores + c, is_in, PACK, OVERLAP)
-        chosen = take_best(force(key, is_in, c, first_local, num_blocks), c, S, place)
+        key = force(await_words(scores + c, is_in, PACK, OVERLAP), is_in, c, first_local, num_blocks)
+        if FAST:
+            lane, at, rank, is_sure = find_best(gl.reshape(key, [CP // (32 * PACK), 32, PACK]), S)
+            chosen = gl.convert_layout(at // PACK * (32 * PACK) + lane * PACK + at % PACK, line)
+            rank = gl.convert_layout(rank, line)
+            if not is_sure:
+                chosen = take_best(key, c, S, place)
+                rank = place
+        else:
+            chosen = take_best(key, c, S, place)
+            rank = place
     else:
         best = await_words(comb_scores + c, is_in, PACK, OVERLAP)
         block = await_words(comb_blocks + c, is_in, PACK, OVERLAP)
         # A forced block stands for its comb, the last of them if it has several.
         last = c + (num_blocks - 1 - c) // combs * combs
         block = gl.where(is_in, gl.where(last >= first_local, last, block), NONE)
-        top = take_best(force(best, is_in, block, first_local, num_blocks), block, S, place)
+        key = force(best, is_in, block, first_local, num_blocks)
         grid: gl.constexpr = whole_2d(SP, RP, num_warps)
-        comb = gl.convert_layout(gl.where(top < num_blocks, top % combs, -1), gl.SliceLayout(1, grid))[:, None]
+        if FAST:
+            lane, at, rank, is_sure = find_best(gl.reshape(key, [CP // (32 * PACK), 32, PACK]), S)
+            comb = gl.where(rank < S, at // PACK * (32 * PACK) + lane * PACK + at % PACK, -1)
+            comb = gl.convert_layout(comb, line)
+            if not is_sure:
+                top = take_best(key, block, S, place)
+                comb = gl.where(top < num_blocks, top % combs, -1)
+        else:
+            top = take_best(key, block, S, place)
+            comb = gl.where(top < num_blocks, top % combs, -1)
+        row = gl.convert_layout(comb, gl.SliceLayout(1, grid))[:, None]
         turn = gl.arange(0, RP, layout=gl.SliceLayout(0, grid))[None, :]
-        n = comb + turn * combs
-        is_in = (comb >= 0) & (n < num_blocks)
+        n = row + turn * combs
+        is_in = (row >= 0) & (n < num_blocks)
         # A comb's scores lie together.
-        key = await_words(scores + (gl.maximum(comb, 0) * RP + turn), is_in, min(RP, 4), OVERLAP)
+        key = await_words(scores + (gl.maximum(row, 0) * RP + turn), is_in, min(RP, 4), OVERLAP)
         n = gl.where(is_in, n, NONE)
-        chosen = take_best(force(key, is_in, n, first_local, num_blocks), n, S, place)
-    return gl.where((place < num_blocks) & (place < S), chosen, -1)
+        key = force(key, is_in, n, first_local, num_blocks)
+        if FAST:
+            lane, at, rank, is_sure = find_best(gl.reshape(key, [1, 32, RP]), S)
+            lane = gl.convert_layout(lane, line)
+            chosen = from_lane(comb, lane) + gl.convert_layout(at, line) * combs
+            rank = gl.convert_layout(rank, line)
+            if not is_sure:
+                chosen = take_best(key, n, S, place)
+                rank = place
+        else:
+            chosen = take_best(key, n, S, place)
+            rank = place
+    return gl.where((rank < num_blocks) & (rank < S), chosen, -1), rank
