@@ -71,14 +71,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from msaserve.ops.dense_attend import gluon_prefill
 
-dim, block, group = map(int, sys.argv[1:4])
+dim, block, group, is_narrow = map(int, sys.argv[1:5])
+cache = gl.float8e4nv if is_narrow else gl.bfloat16
 names = ("G", "D", "BLOCK", "BLOCK_B", "ROWS", "WGS", "STAGES", "num_warps")
 constants = dict(zip(names, (group, dim, block, 4, 64, 3, 2, 4)))
 boxes = {"q": (64 // group, group, 64), "k_cache": (1, 1, block, 64), "v_cache": (1, 1, block, dim)}
-layouts = {name: gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16) for name, box in boxes.items()}
-constants |= {"K_LAYOUT": layouts["k_cache"], "V_LAYOUT": layouts["v_cache"]}
-types = {name: f"tensordesc<bf16{list(box)},{layouts[name]!r}>" for name, box in boxes.items()}
-types |= {"out": "*bf16", "scale_log2": "fp32", "B": "i32", "T": "i32"}
+wide = {name: gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16) for name, box in boxes.items()}
+constants |= {"K_LAYOUT": wide["k_cache"], "V_LAYOUT": wide["v_cache"]}
+constants |= dict.fromkeys(("SCALED_K", "SCALED_V", "WIDEN"), bool(is_narrow))
+types = {"out": "*bf16", "scale_log2": "fp32", "B": "i32", "T": "i32", "k_scale": "*fp32", "v_scale": "*fp32"}
+for name, box in boxes.items():
+    layout = wide[name] if name == "q" else gl.NVMMASharedLayout.get_default_for(list(box), cache)
+    types[name] = f"tensordesc<{'fp8e4nv' if is_narrow and name != 'q' else 'bf16'}{list(box)},{layout!r}>"
 kernel = gluon_prefill._attend_kernel
 signature = {
     name: "constexpr" if name in constants else types.get(name, "i32" if name.startswith("stride") else "*i32")
@@ -91,10 +95,10 @@ assert "wgmma.mma_async" in compiled.asm["ptx"]
 """
 
 
-@pytest.mark.parametrize(("dim", "block", "group"), [(128, 128, 16), (64, 64, 1)])
-def test_it_compiles_for_hopper(dim: int, block: int, group: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(128, 128, 16, False), (64, 64, 1, False), (128, 128, 8, True)])
+def test_it_compiles_for_hopper(sizes: tuple[int, ...], tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
-    command = [sys.executable, "-c", COMPILE, str(dim), str(block), str(group)]
+    command = [sys.executable, "-c", COMPILE, *(str(int(size)) for size in sizes)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

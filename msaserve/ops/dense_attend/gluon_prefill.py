@@ -3,7 +3,8 @@
 A program has a tile of neighbouring queries, all heads of a group, and its request's pages up to the last query. The
 warp brings the queries and then K and V of block after block by TMA; each warpgroup keeps a running softmax of 64 rows
 in registers, at its own pace, so that one's exponentials run beside another's products. Where a sequence ends inside a
-block, the warp clears the values after the end, which no weight of 0 would silence if they are NaN.
+block, the warp clears the values after the end, which no weight of 0 would silence if they are NaN. K and V of 8 bits
+come by way of a buffer of their own, from which four fetching warps widen them.
 """
 
 # Argument lists that Triton must see written out are longer than a line.
@@ -25,8 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from msaserve.ops.dense_attend import triton_prefill
 from msaserve.ops.gluon_tma import descriptor, layout, tma_load
 from msaserve.ops.hopper import why_not_wgmma
-from msaserve.ops.sparse_attend.decode_triton import LOG2_E
-from msaserve.ops.sparse_attend.gluon_shared import fetch_block
+from msaserve.ops.sparse_attend.decode_triton import LOG2_E, head_step
+from msaserve.ops.sparse_attend.gluon_shared import fetch_block, widen
 from msaserve.ops.triton_ragged import next_power_of_2
 
 ROWS = 64
@@ -55,9 +56,9 @@ def _find_tile(cu_query_lens, tile, B, T, BQ: gl.constexpr, BLOCK_B: gl.constexp
 
 
 @gluon.jit
-def _clear(v_smem, stage, filled, D: gl.constexpr, BLOCK: gl.constexpr):
-    """Zeros for the values after the first `filled`, 8 rows at a time, by one warp."""
-    own: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [1, 1], [1, 0])
+def _clear(v_smem, stage, filled, D: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+    """Zeros for the values after the first `filled`, 8 rows at a time."""
+    own: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [WARPS, 1], [1, 0])
     values = v_smem.index(stage).reshape([BLOCK, D])
     row = gl.arange(0, 8, layout=gl.SliceLayout(1, own))
     for part in gl.static_range(BLOCK // 8):
@@ -68,21 +69,25 @@ def _clear(v_smem, stage, filled, D: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def _fetch_queries(q, first, head, q_smem, q_full, G: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, WGS: gl.constexpr):  # fmt: skip
+    for wg in gl.static_range(WGS):
+        mbarrier.expect(q_full.index(wg), 2 * ROWS * D)
+        for half in gl.static_range(D // 64):
+            tma_load(
+                q,
+                [first + wg * (ROWS // G), head * G, half * 64],
+                q_full.index(wg),
+                q_smem.index(wg * (D // 64) + half),
+            )
+
+
+@gluon.jit
 def _fetch(
-    q, k_cache, v_cache, table, first, head, num_blocks, filled, k_smem, v_smem, q_smem, kv_full, kv_empty, raw_full, q_full,
+    q, k_cache, v_cache, table, first, head, num_blocks, filled, k_smem, v_smem, q_smem, raw_full, kv_full, kv_empty, q_full,
     G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    HALVES: gl.constexpr = D // 64
     if num_blocks > 0:
-        for wg in gl.static_range(WGS):
-            mbarrier.expect(q_full.index(wg), 2 * ROWS * D)
-            for half in gl.static_range(HALVES):
-                tma_load(
-                    q,
-                    [first + wg * (ROWS // G), head * G, half * 64],
-                    q_full.index(wg),
-                    q_smem.index(wg * HALVES + half),
-                )
+        _fetch_queries(q, first, head, q_smem, q_full, G, D, ROWS, WGS)
         page = gl.load(table)
         for n in range(num_blocks - 1):
             fetch_block(k_cache, v_cache, page, head, n, k_smem, v_smem, kv_full, kv_empty, D, BLOCK, STAGES, 2)
@@ -94,14 +99,38 @@ def _fetch(
         else:
             fetch_block(k_cache, v_cache, page, head, n, k_smem, v_smem, raw_full, kv_empty, D, BLOCK, STAGES, 2)
             mbarrier.wait(raw_full.index(stage), 0)
-            _clear(v_smem, stage, filled, D, BLOCK)
+            _clear(v_smem, stage, filled, D, BLOCK, 1)
             fence_async_shared()
             mbarrier.arrive(kv_full.index(stage), count=1)
 
 
 @gluon.jit
+def _fetch_and_widen(
+    q, k_cache, v_cache, table, first, head, num_blocks, filled, k_raw, v_raw, k_smem, v_smem, q_smem, raw_full, raw_empty, kv_full, kv_empty, q_full,
+    G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What `_fetch` does, by four warps that bring K and V by way of a buffer of 8 bits."""
+    if num_blocks > 0:
+        _fetch_queries(q, first, head, q_smem, q_full, G, D, ROWS, WGS)
+        fetch_block(k_cache, v_cache, gl.load(table), head, 0, k_raw, v_raw, raw_full, raw_empty, D, BLOCK, 1, 1)
+        for n in range(num_blocks):
+            page = gl.load(table + gl.minimum(n + 1, num_blocks - 1))
+            stage = n % STAGES
+            mbarrier.wait(raw_full.index(0), n & 1)
+            mbarrier.wait(kv_empty.index(stage), ((n // STAGES) & 1) ^ 1)
+            widen(k_raw, v_raw, k_smem, v_smem, stage, D, BLOCK)
+            if (filled < BLOCK) & (n == num_blocks - 1):
+                _clear(v_smem, stage, filled, D, BLOCK, 4)
+            fence_async_shared()
+            mbarrier.arrive(raw_empty.index(0), count=1)
+            mbarrier.arrive(kv_full.index(stage), count=1)
+            if n + 1 < num_blocks:
+                fetch_block(k_cache, v_cache, page, head, n + 1, k_raw, v_raw, raw_full, raw_empty, D, BLOCK, 1, 1)
+
+
+@gluon.jit
 def _attend(
-    out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2,
+    out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain,
     stride_ot, stride_oh,
     G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
@@ -155,7 +184,7 @@ def _attend(
         )
         o = warpgroup_mma_wait(0, deps=(o,))
         mbarrier.arrive(kv_empty.index(stage), count=1)
-    o = o * gl.convert_layout(1.0 / gl.where(total > 0, total, 1.0), gl.SliceLayout(1, mma_o))[:, None]
+    o = o * gl.convert_layout(gain / gl.where(total > 0, total, 1.0), gl.SliceLayout(1, mma_o))[:, None]
     lane = gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, out_layout))
     row = mine + lane // G
@@ -165,18 +194,18 @@ def _attend(
 
 
 @gluon.jit
-def _attend_0(out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, stride_ot, stride_oh, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    _attend(out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES, 0)  # fmt: skip
+def _attend_0(out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    _attend(out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES, 0)  # fmt: skip
 
 
 @gluon.jit
-def _attend_1(out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, stride_ot, stride_oh, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    _attend(out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES, 1)  # fmt: skip
+def _attend_1(out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    _attend(out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES, 1)  # fmt: skip
 
 
 @gluon.jit
-def _attend_2(out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, stride_ot, stride_oh, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    _attend(out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES, 2)  # fmt: skip
+def _attend_2(out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    _attend(out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES, 2)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["B", "T"])
@@ -188,12 +217,16 @@ def _attend_kernel(
     block_table,
     seq_lens,
     cu_query_lens,
+    k_scale,
+    v_scale,
     scale_log2,
     B,
     T,
     stride_b,
     stride_ot,
     stride_oh,
+    stride_ks,
+    stride_vs,
     G: gl.constexpr,
     D: gl.constexpr,
     BLOCK: gl.constexpr,
@@ -201,6 +234,9 @@ def _attend_kernel(
     ROWS: gl.constexpr,
     WGS: gl.constexpr,
     STAGES: gl.constexpr,
+    SCALED_K: gl.constexpr,
+    SCALED_V: gl.constexpr,
+    WIDEN: gl.constexpr,
     K_LAYOUT: gl.constexpr,
     V_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,
@@ -218,6 +254,11 @@ def _attend_kernel(
     num_blocks = (num_seen + BLOCK - 1) // BLOCK
     filled = gl.minimum(seq_len - (num_blocks - 1) * BLOCK, BLOCK)
     table = block_table + request.to(gl.int64) * stride_b
+    if SCALED_K:
+        scale_log2 *= gl.load(k_scale + head * stride_ks).to(gl.float32)
+    gain = 1.0
+    if SCALED_V:
+        gain = gl.load(v_scale + head * stride_vs).to(gl.float32)
     k_smem = gl.allocate_shared_memory(element, [STAGES * HALVES, 1, 1, BLOCK, 64], K_LAYOUT)
     v_smem = gl.allocate_shared_memory(element, [STAGES, 1, 1, BLOCK, D], V_LAYOUT)
     q_smem = gl.allocate_shared_memory(element, [WGS * HALVES, ROWS // G, G, 64], q.layout)
@@ -231,13 +272,28 @@ def _attend_kernel(
         mbarrier.init(raw_full.index(i), count=1)
     for i in gl.static_range(WGS):
         mbarrier.init(q_full.index(i), count=1)
-    if WGS == 3:
+    if WIDEN:
+        k_raw = gl.allocate_shared_memory(k_cache.dtype, [HALVES, 1, 1, BLOCK, 64], k_cache.layout)
+        v_raw = gl.allocate_shared_memory(v_cache.dtype, [1, 1, 1, BLOCK, D], v_cache.layout)
+        raw_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(raw_empty.index(0), count=1)
         gl.warp_specialize(
             [
-                (_attend_0, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
-                (_attend_1, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
-                (_attend_2, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
-                (_fetch, (q, k_cache, v_cache, table, first, head, num_blocks, filled, k_smem, v_smem, q_smem, kv_full, kv_empty, raw_full, q_full, G, D, BLOCK, ROWS, WGS, STAGES)),
+                (_attend_0, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
+                (_attend_1, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
+                (_attend_2, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
+                (_fetch_and_widen, (q, k_cache, v_cache, table, first, head, num_blocks, filled, k_raw, v_raw, k_smem, v_smem, q_smem, raw_full, raw_empty, kv_full, kv_empty, q_full, G, D, BLOCK, ROWS, WGS, STAGES)),
+            ],
+            [4, 4, 4],
+            [160, 160, 32],
+        )  # fmt: skip
+    elif WGS == 3:
+        gl.warp_specialize(
+            [
+                (_attend_0, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
+                (_attend_1, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
+                (_attend_2, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
+                (_fetch, (q, k_cache, v_cache, table, first, head, num_blocks, filled, k_smem, v_smem, q_smem, raw_full, kv_full, kv_empty, q_full, G, D, BLOCK, ROWS, WGS, STAGES)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -245,9 +301,9 @@ def _attend_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend_0, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
-                (_attend_1, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
-                (_fetch, (q, k_cache, v_cache, table, first, head, num_blocks, filled, k_smem, v_smem, q_smem, kv_full, kv_empty, raw_full, q_full, G, D, BLOCK, ROWS, WGS, STAGES)),
+                (_attend_0, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
+                (_attend_1, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
+                (_fetch, (q, k_cache, v_cache, table, first, head, num_blocks, filled, k_smem, v_smem, q_smem, raw_full, kv_full, kv_empty, q_full, G, D, BLOCK, ROWS, WGS, STAGES)),
             ],
             [4, 1],
             [232, 40],
@@ -265,8 +321,8 @@ def why_not(
     reason = why_not_wgmma(q) or triton_prefill.why_not(q, k_cache, v_cache, *args, **options)
     if reason is not None:
         return reason
-    if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
-        return f"the caches are not of q's {q.dtype}"
+    if q.itemsize != 2:
+        return f"q is {q.dtype}, not bfloat16 or float16"
     group, dim = q.shape[1] // k_cache.shape[2], q.shape[2]
     if ROWS % group or dim not in (64, 128) or k_cache.shape[1] not in (64, 128):
         return "a group that divides 64, and heads and blocks of 64 or 128 are needed"
@@ -292,7 +348,7 @@ def dense_attend(
     warpgroups: int = WARPGROUPS,
     num_stages: int = 0,
 ) -> torch.Tensor:
-    """A request has the same bits alone and in a batch. Scales are those of 8-bit caches, which are not served."""
+    """A request has the same bits alone and in a batch."""
     num_rows, num_heads, dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -309,12 +365,16 @@ def dense_attend(
         block_table,
         seq_lens,
         cu_query_lens,
+        k_scale,
+        v_scale,
         scale * LOG2_E,
         num_requests,
         num_rows,
         block_table.stride(0),
         out.stride(0),
         out.stride(1),
+        head_step(k_scale),
+        head_step(v_scale),
         G=group,
         D=dim,
         BLOCK=block_size,
@@ -322,6 +382,9 @@ def dense_attend(
         ROWS=ROWS,
         WGS=warpgroups,
         STAGES=num_stages or (2 if dim * block_size > 128 * 64 else 4),
+        SCALED_K=k_scale is not None,
+        SCALED_V=v_scale is not None,
+        WIDEN=k_cache.itemsize == 1,
         K_LAYOUT=layout((1, 1, block_size, 64), q.dtype),
         V_LAYOUT=layout((1, 1, block_size, dim), q.dtype),
         num_warps=4,
