@@ -36,6 +36,7 @@ from msaserve.ops.select_attend.gluon_words import (
     UNWRITTEN,
     choose,
     fetch_descriptor,
+    greatest,
     let_next_start,
     look_again,
     make_visible,
@@ -56,9 +57,10 @@ def _scan_kernel(
     index_q, index_k, block_table, seq_lens, cu_query_lens, scores, comb_scores, comb_blocks,
     max_blocks, stride_qt, stride_qh, stride_b, stride_sh, stride_st,
     H: gl.constexpr, QP: gl.constexpr, R: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, RP: gl.constexpr, PDL: gl.constexpr, OVERLAP: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, RP: gl.constexpr, TURNS: gl.constexpr, PDL: gl.constexpr, OVERLAP: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with COMBS their best.
+    """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with RP > 0 the best of TURNS
+    combs, each of every TURNS-th of them.
 
     Row r of the R (≥ H · QP) stands for index head r // QP and query token r % QP of the request.
     """
@@ -109,18 +111,19 @@ def _scan_kernel(
     row = (start + r % QP).to(gl.int64)
     real = (r // QP < H) & (r % QP < query_len)
     out = scores + (r // QP) * stride_sh + row * stride_st
-    comb_at = (row * H + r // QP) * step + first
+    comb_at = (row * H + r // QP) * (step * TURNS) + first
     if OVERLAP:
         for i in range(count):
             gl.store(
-                out + (first * RP + i if COMBS else first + i * step),
+                out + ((first + i % TURNS * step) * RP + i // TURNS if COMBS else first + i * step),
                 gl.full([R], UNWRITTEN, gl.int32, layout=columns),
                 mask=real,
             )
         if COMBS:
-            gl.store(comb_scores + comb_at, gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
-            gl.store(comb_blocks + comb_at, gl.full([R], UNWRITTEN, gl.int32, layout=columns), mask=real)
-
+            for turn in gl.static_range(TURNS):
+                unwritten = gl.full([R], UNWRITTEN, gl.int32, layout=columns)
+                gl.store(comb_scores + comb_at + turn * step, unwritten, mask=real)
+                gl.store(comb_blocks + comb_at + turn * step, unwritten, mask=real)
         make_visible()
     if PDL:
         let_next_start()
@@ -136,8 +139,11 @@ def _scan_kernel(
 
     visible = seq_len - query_len + r % QP + 1
     offset = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, mma))
-    comb_best = gl.full([R], float("-inf"), gl.float32, layout=columns)
-    comb_block = gl.full([R], 0, gl.int32, layout=columns) + first
+    comb_best = ()
+    comb_block = ()
+    for turn in gl.static_range(TURNS):
+        comb_best = comb_best + (gl.full([R], float("-inf"), gl.float32, layout=columns),)
+        comb_block = comb_block + (gl.full([R], 0, gl.int32, layout=columns) + (first + turn * step),)
     for i in range(count):
         n = first + i * step
         stage = i % STAGES
@@ -152,13 +158,20 @@ def _scan_kernel(
         seen = (n * BLOCK + offset)[:, None] < visible[None, :]
         # A NaN key compares false and is left out like an unseen one.
         best = gl.max(gl.where(seen & (s > float("-inf")), s, float("-inf")), 0)
-        gl.store(out + (first * RP + i if COMBS else n), order_key(best), mask=real)
+        gl.store(out + ((first + i % TURNS * step) * RP + i // TURNS if COMBS else n), order_key(best), mask=real)
         if COMBS:
-            comb_block = gl.where(best > comb_best, n, comb_block)
-            comb_best = gl.maximum(best, comb_best)
+            higher_best = ()
+            higher_block = ()
+            for turn in gl.static_range(TURNS):
+                is_higher = (i % TURNS == turn) & (best > comb_best[turn])
+                higher_best = higher_best + (gl.where(is_higher, best, comb_best[turn]),)
+                higher_block = higher_block + (gl.where(is_higher, n, comb_block[turn]),)
+            comb_best = higher_best
+            comb_block = higher_block
     if COMBS:
-        gl.store(comb_scores + comb_at, order_key(comb_best), mask=real)
-        gl.store(comb_blocks + comb_at, comb_block, mask=real)
+        for turn in gl.static_range(TURNS):
+            gl.store(comb_scores + comb_at + turn * step, order_key(comb_best[turn]), mask=real)
+            gl.store(comb_blocks + comb_at + turn * step, comb_block[turn], mask=real)
 
 
 @gluon.jit
@@ -168,7 +181,7 @@ def _bring(
 ):  # fmt: skip
     """Ask for the K and V of one piece. `pages` belong to the blocks of these `numbers`."""
     block = gl.max(gl.where(place == piece // PARTS, ids, 0), 0)
-    page = gl.max(gl.where(numbers == block, pages, 0), 0)
+    page = greatest(gl.where(numbers == block, pages, 0))
     mbarrier.expect(full.index(stage), BYTES)
     at = (piece % PARTS) * TILE
     tma_load(k_cache, [page, head, at, 0], full.index(stage), k_smem.index(stage))
@@ -276,6 +289,8 @@ def _attend_kernel(
     thread_barrier()
 
     place = gl.arange(0, SP, layout=whole(SP, num_warps))
+    numbers = place
+    pages = place
     if RP == 0:
         # All of the request's pages are at hand before the scores are.
         numbers = gl.arange(0, CP, layout=whole(CP, num_warps))
@@ -283,13 +298,10 @@ def _attend_kernel(
     if PDL and not OVERLAP:
         wait_for_launch_before()
     at = (row * gl.num_programs(1) + head) * CP
-    ids, places = choose(
-        scores + head.to(gl.int64) * stride_sh + row * stride_st, comb_scores + at, comb_blocks + at,
-        num_blocks, local_blocks, place, S, SP, CP, RP, OVERLAP, FAST, num_warps,
+    ids, places, numbers, pages = choose(
+        scores + head.to(gl.int64) * stride_sh + row * stride_st, comb_scores + at, comb_blocks + at, table,
+        numbers, pages, num_blocks, local_blocks, place, S, SP, CP, RP, OVERLAP, FAST, num_warps,
     )  # fmt: skip
-    if RP > 0:
-        numbers = ids
-        pages = gl.load(table + ids, mask=ids >= 0, other=0)
     pieces = gl.minimum(num_blocks, S) * PARTS
     for fill in gl.static_range(STAGES):
         if split + fill * SPLITS < pieces:
@@ -487,6 +499,7 @@ def select_attend(
     programs: int = select.SCORE_PROGRAMS,
     direct: int = select.DIRECT_BLOCKS,
     scan_stages: int | None = None,
+    turns: int = 1,
     splits: int | None = None,
     tile: int | None = None,
     stages: int | None = None,
@@ -506,7 +519,8 @@ def select_attend(
     pdl = {"PDL": True, "launch_pdl": True}
 
     combs, run = _combs(num_blocks, num_requests, topk, programs, direct)
-    per_program = triton.cdiv(num_blocks, combs)
+    turns = turns if run else 1
+    per_program = triton.cdiv(num_blocks, combs // turns)
     width = combs if run else max(topk_pad, triton.next_power_of_2(num_blocks))
     scores = empty((num_kv_heads, num_rows, width * max(run, 1)))
     comb_scores, comb_blocks = scores, scores
@@ -514,7 +528,7 @@ def select_attend(
         comb_scores = empty((num_rows, num_kv_heads, combs))
         comb_blocks = torch.empty_like(comb_scores)
     index_dim = index_q.shape[2]
-    _scan_kernel[(combs, num_requests)](
+    _scan_kernel[(combs // turns, num_requests)](
         index_q,
         descriptor(index_k_cache, (1, block_size, index_dim)),
         block_table,
@@ -536,6 +550,7 @@ def select_attend(
         BLOCK=block_size,
         STAGES=scan_stages or min(2, per_program),
         RP=run,
+        TURNS=turns,
         EARLY=early,
         OVERLAP=overlap,
         num_warps=4,

@@ -204,16 +204,12 @@ def ones(x):
 
 
 @gluon.jit
-def rank_in_warp(x, lane):
-    """(how many lanes hold more, how many other lanes hold as much)."""
+def rank_in_warp(x):
+    """How many lanes hold more."""
     more = gl.zeros_like(x)
-    equal = gl.zeros_like(x) - 1
-    for j in range(8):
-        for k in gl.static_range(4):
-            other = from_lane(x, gl.zeros_like(x) + (j * 4 + k))
-            more += (other > x).to(gl.int32)
-            equal += (other == x).to(gl.int32)
-    return more, equal
+    for j in gl.static_range(32):
+        more += (from_lane(x, gl.full_like(x, j)) > x).to(gl.int32)
+    return more
 
 
 @gluon.jit
@@ -221,26 +217,25 @@ def find_best(key, S: gl.constexpr):
     """The S largest of key [A, 32, B], whose middle is the lanes of a warp, in a few steps instead of S rounds.
 
     Returns for each lane, [32]: (lane, register a * B + b, rank) of one key, which is among the best if its rank is
-    under S, and whether that can be relied on: not if keys are equal or if one lane holds too many of the best.
+    under S, and whether that can be relied on: not if keys are equal or if a lane holds too many of the best.
 
-    At least S keys are as large as the S-th largest of the lanes' maxima. Those that are, some 20 if keys are spread,
-    are dealt out to the lanes, one each, and ranked.
+    At least S keys are as large as the S-th largest of the lanes' maxima. Those that are, some 21 of 512 if they are
+    spread, are dealt out to the lanes, one each, and ranked.
     """
     A: gl.constexpr = key.shape[0]
     B: gl.constexpr = key.shape[2]
+    MOST: gl.constexpr = min(A * B, 8)
     grid: gl.constexpr = key.type.layout
-    lanes: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, grid))
-    lane = gl.arange(0, 32, layout=lanes)
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, grid)))
     register = (
         gl.arange(0, A, layout=gl.SliceLayout(1, gl.SliceLayout(2, grid)))[:, None] * B
         + gl.zeros([A, 32], gl.int32, layout=gl.SliceLayout(2, grid))
     )[:, :, None] + gl.arange(0, B, layout=gl.SliceLayout(0, gl.SliceLayout(1, grid)))[None, :][:, None, :]
     highest = gl.max(gl.max(key, 2), 0)
-    more, equal = rank_in_warp(highest, lane)
-    bound = gl.max(gl.where((more < S) & (more + equal >= S - 1), highest, LOWEST), 0)
-    is_in = (key >= bound) & (key != LOWEST)
-    count = gl.sum(gl.sum(is_in.to(gl.int32), 2), 0)
-    mask = gl.sum(gl.sum(gl.where(is_in, 1 << register, 0), 2), 0)
+    # With equal maxima the bound may be a lower one, which is right too.
+    bound = gl.max(gl.where(rank_in_warp(highest) >= S - 1, highest, LOWEST), 0)
+    mask = gl.sum(gl.sum(gl.where((key >= bound) & (key != LOWEST), 1 << register, 0), 2), 0)
+    count = ones(mask)
     end = count
     for bit in gl.static_range(5):
         before = from_lane(end, gl.maximum(lane - (1 << bit), 0))
@@ -252,7 +247,7 @@ def find_best(key, S: gl.constexpr):
         source += gl.where(from_lane(end, source + ((16 >> bit) - 1)) <= lane, 16 >> bit, 0)
     rest = lane - from_lane(end - count, source)
     mask = from_lane(mask, source)
-    for _ in gl.static_range(A * B - 1):
+    for _ in gl.static_range(MOST - 1):
         mask = gl.where(rest > 0, mask & (mask - 1), mask)
         rest -= 1
     at = ones((mask & -mask) - 1)
@@ -260,9 +255,11 @@ def find_best(key, S: gl.constexpr):
     candidate = gl.where(register == gl.expand_dims(gl.expand_dims(at, 0), 2), from_lane(key, spread), LOWEST)
     is_one = lane < total
     candidate = gl.where(is_one, gl.max(gl.max(candidate, 2), 0), LOWEST)
-    more, equal = rank_in_warp(candidate, lane)
-    ties = gl.max((is_one & (equal > 0)).to(gl.int32), 0)
-    return source, at, gl.where(is_one, more, NONE), (total <= 32) & (ties == 0)
+    rank = rank_in_warp(candidate)
+    # Ranks of keys of which some are equal add up to less.
+    sums = gl.sum(gl.where(is_one, rank, 0), 0)
+    is_sure = (total <= 32) & (gl.max(count, 0) <= MOST) & (2 * sums == total * (total - 1))
+    return source, at, gl.where(is_one, rank, NONE), is_sure
 
 
 @gluon.jit
@@ -273,12 +270,13 @@ def force(key, is_in, n, first_local, num_blocks):
 
 @gluon.jit
 def choose(
-    scores, comb_scores, comb_blocks, num_blocks, local_blocks, place,
+    scores, comb_scores, comb_blocks, table, numbers, pages, num_blocks, local_blocks, place,
     S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr, OVERLAP: gl.constexpr, FAST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The S best blocks of one row of scores: ([SP] block ids, −1 after the last, [SP] their places, each once).
 
-    With RP > 0 through CP combs, as `select.choose_blocks` does.
+    With RP > 0 through CP combs, as `select.choose_blocks` does. Returned too are numbers of blocks, those that may be
+    chosen among them, and their pages: those given, or if RP > 0 such that are looked up here.
     """
     first_local = num_blocks - local_blocks
     combs: gl.constexpr = CP
@@ -321,9 +319,11 @@ def choose(
         turn = gl.arange(0, RP, layout=gl.SliceLayout(0, grid))[None, :]
         n = row + turn * combs
         is_in = (row >= 0) & (n < num_blocks)
+        pages = gl.load(table + n, mask=is_in, other=0)
         # A comb's scores lie together.
         key = await_words(scores + (gl.maximum(row, 0) * RP + turn), is_in, min(RP, 4), OVERLAP)
         n = gl.where(is_in, n, NONE)
+        numbers = n
         key = force(key, is_in, n, first_local, num_blocks)
         if FAST:
             lane, at, rank, is_sure = find_best(gl.reshape(key, [1, 32, RP]), S)
@@ -336,4 +336,4 @@ def choose(
         else:
             chosen = take_best(key, n, S, place)
             rank = place
-    return gl.where((rank < num_blocks) & (rank < S), chosen, -1), rank
+    return gl.where((rank < num_blocks) & (rank < S), chosen, -1), rank, numbers, pages
