@@ -3,10 +3,10 @@
     python benchmarks/ops/decode.py [--peers DIR] [--no-check | --check-only]
 
 DIR holds vLLM's kernels as `m3ops.vllm_index_topk` and `m3ops.vllm_sparse_attn`; they are timed in the same run.
-Ours is `select_attend` as `impl=None` takes it, and beside it its "gluon_decode". Two figures for each shape, both of
-CUDA-graph replays. "in a row": steps over several sets of inputs that together are far larger than the L2 cache, as
-the layers of a model follow each other, divided by their number. "single": one step after the cache was filled by
-reading something else, launch of the graph included.
+Ours is `select_attend` as `impl=None` takes it, and beside it "triton_decode" of both operators, one after the other.
+Two figures for each shape, both of CUDA-graph replays. "in a row": steps over several sets of inputs that together are
+far larger than the L2 cache, as the layers of a model follow each other, divided by their number. "single": one step
+after the cache was filled by reading something else, launch of the graph included.
 """
 
 from __future__ import annotations
@@ -54,15 +54,17 @@ SPECS = [
 ]
 
 
-def check(spec: CaseSpec, cache_dtype: torch.dtype) -> str:
+def check(spec: CaseSpec, dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
     """One line of a case's results; raises AssertionError if one is wrong."""
-    case = build(spec, dtype=torch.bfloat16, device="cuda", cache_dtype=cache_dtype)
-    bound = 4e-3 if cache_dtype == torch.bfloat16 else 2e-2
+    case = build(spec, dtype=dtype, device="cuda", cache_dtype=cache_dtype)
+    bound = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float8_e4m3fn: 2e-2}[cache_dtype]
     options = case.selection_options
     chosen = ops.select_blocks(case.index_q, case.index_k_cache, *case.batch, **options, impl="triton_decode")
     expected = ops.select_blocks(case.index_q, case.index_k_cache, *case.batch, **options, impl="reference")
     rows = differing(spec, chosen, expected)
-    attend = partial(ops.sparse_attend, case.q, case.k_cache, case.v_cache, max_query_len=spec.max_query_len)
+    scales = scales_of(case)
+    bounds = {"max_query_len": spec.max_query_len, **scales}
+    attend = partial(ops.sparse_attend, case.q, case.k_cache, case.v_cache, **bounds)
     worst = 0.0
     for block_ids in (expected, *(select(case, kind) for kind in ("random", "holes", "out_of_range"))):
         out = attend(block_ids, *case.batch, impl="triton_decode", out=torch.full_like(case.q, float("nan")))
@@ -78,16 +80,24 @@ def check(spec: CaseSpec, cache_dtype: torch.dtype) -> str:
         ):
             assert torch.equal(got, want), f"{spec.name}: page_table"
     assert worst < bound, f"{spec.name}: attention is off by {worst:.1e}"
-    dense = partial(ops.dense_attend, case.q, case.k_cache, case.v_cache, *case.batch, **case.bounds)
+    dense = partial(ops.dense_attend, case.q, case.k_cache, case.v_cache, *case.batch, **case.bounds, **scales)
     dense_error = relative_error(dense(impl="triton_decode"), dense(impl="reference"))
     assert dense_error < bound, f"{spec.name}: dense attention is off by {dense_error:.1e}"
     check_replay(case, attend)
     check_alone(case)
-    if cache_dtype == torch.bfloat16:
+    if dtype == cache_dtype == torch.bfloat16:
         check_store(spec)
     both = check_both(case, expected, bound)
-    precision = str(cache_dtype).removeprefix("torch.")
+    precision = " and ".join(str(x).removeprefix("torch.") for x in (dtype, cache_dtype))
     return f"| {spec.name}, {precision} | {rows.sum()} of {rows.numel()} | {worst:.1e} | {dense_error:.1e} | {both} |"
+
+
+def scales_of(case: Case) -> dict[str, torch.Tensor]:
+    """Of 8-bit caches: the keys' per head, the values' one for all."""
+    if case.k_cache.element_size() > 1:
+        return {}
+    k_scale = torch.arange(case.spec.num_kv_heads, device="cuda") * 0.25 + 0.5
+    return {"k_scale": k_scale, "v_scale": torch.tensor(1.5, device="cuda")}
 
 
 def differing(spec: CaseSpec, chosen: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -100,16 +110,18 @@ def differing(spec: CaseSpec, chosen: torch.Tensor, expected: torch.Tensor) -> t
 
 def check_both(case: Case, expected: torch.Tensor, bound: float) -> str:
     """select_attend's two columns: against the references, and three steps of a graph in the same memory as eager."""
-    call = partial(ops.select_attend, case.q, case.k_cache, case.v_cache, case.index_q, case.index_k_cache, *case.batch)
+    args = (case.q, case.k_cache, case.v_cache, case.index_q, case.index_k_cache, *case.batch)
+    scales = scales_of(case)
+    call = partial(ops.select_attend, *args, **case.selection_options, **scales, impl="gluon_decode")
     try:
-        out, ids = call(**case.selection_options, impl="gluon_decode")
+        out, ids = call()
     except ValueError as reason:
         return f"{str(reason).partition('arguments: ')[2]} | |"
     rows = differing(case.spec, ids, expected)
     attend = partial(ops.sparse_attend, case.q, case.k_cache, case.v_cache, max_query_len=case.spec.max_query_len)
-    error = relative_error(out, attend(ids, *case.batch, impl="reference"))
+    error = relative_error(out, attend(ids, *case.batch, **scales, impl="reference"))
     assert error < bound, f"{case.spec.name}: select_attend is off by {error:.1e}"
-    graph, steps = capture(lambda: [call(**case.selection_options, impl="gluon_decode") for _ in range(3)])
+    graph, steps = capture(lambda: [call() for _ in range(3)])
     for _ in range(5):
         for replayed, chosen in steps:
             replayed.fill_(float("nan"))
@@ -240,8 +252,9 @@ class Step(NamedTuple):
         args = (self.q, *self.caches, self.index_q, self.index_k, *self.where)
         return ops.select_attend(*args, **self.selection, **options)[0]
 
-    def overlapping(self) -> torch.Tensor:
-        return self.ours(impl="gluon_decode")
+    def in_two(self) -> torch.Tensor:
+        block_ids = ops.select_blocks(self.index_q, self.index_k, *self.where, **self.selection, impl="triton_decode")
+        return self.attend(block_ids, impl="triton_decode")
 
     def dense(self, **options: Any) -> torch.Tensor:
         lens = {"max_query_len": self.query_len, "max_seq_len": self.context}
@@ -313,10 +326,10 @@ def measure(
     bound = 4e-3 if cache_dtype == torch.bfloat16 else 2e-2
     want = steps[0].attend(steps[0].select(), impl="reference")
     assert relative_error(steps[0].ours(), want) < bound
-    assert relative_error(steps[0].overlapping(), want) < bound
+    assert relative_error(steps[0].in_two(), want) < bound
     cells = [f"{requests}, {context // 1024}K" + (f", {query_len}" if query_len > 1 else ""), f"{floor:.1f}"]
     times: dict[str, tuple[float, float]] = {}
-    for name in ("vllm", "ours", "overlapping") if peers else ("ours", "overlapping"):
+    for name in ("vllm", "ours", "in_two") if peers else ("ours", "in_two"):
         calls = [getattr(step, name) for step in steps]
         if name == "vllm" and cache_dtype != torch.bfloat16:
             calls = [partial(step._replace(index_q=step.index_q.to(cache_dtype)).vllm) for step in steps]
@@ -325,10 +338,10 @@ def measure(
     if peers and cache_dtype == torch.bfloat16:
         assert relative_error(steps[0].vllm(), want) < 5e-3
     for i in range(2):
-        cells += [f"{time[i]:.1f}" for name, time in times.items() if name != "overlapping"]
+        cells += [f"{time[i]:.1f}" for name, time in times.items() if name != "in_two"]
         if peers:
             cells.append(f"{times['ours'][i] / times['vllm'][i]:.2f}")
-    cells += [f"{times['overlapping'][i]:.1f}" for i in range(2)]
+    cells += [f"{times['in_two'][i]:.1f}" for i in range(2)]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -336,7 +349,7 @@ def compile_step(requests: int, context: int, query_len: int, cache_dtype: torch
     """Compile what a row of a table runs, into Triton's cache."""
     step = Step.random(requests, context, 0, query_len, cache_dtype)
     step.ours()
-    step.overlapping()
+    step.in_two()
     if peers:
         step.vllm()
     torch.cuda.synchronize()
@@ -370,7 +383,9 @@ def main() -> None:
         columns = ["case", "rows chosen otherwise", "worst error of attention", "of dense attention"]
         columns += ["select_attend: rows chosen otherwise", "error"]
         print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-        jobs = [(spec, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn) for spec in SPECS]
+        half, wide = torch.float16, torch.bfloat16
+        pairs = ((wide, wide), (wide, torch.float8_e4m3fn), (half, half), (half, torch.float8_e4m3fn))
+        jobs = [(spec, *pair) for pair in pairs for spec in SPECS]
         # Compiling is most of it.
         with multiprocessing.get_context("spawn").Pool(min(len(SPECS), os.cpu_count() or 1)) as pool:
             for line in pool.starmap(check, jobs, chunksize=1):
@@ -383,7 +398,7 @@ def main() -> None:
     peers = options.peers is not None
     names = ("vLLM", "ours", "ratio") if peers else ("ours",)
     columns = ["batch, context", "floor", *(f"{name}, {how}" for how in ("in a row", "single") for name in names)]
-    columns += [f"gluon_decode, {how}" for how in ("in a row", "single")]
+    columns += [f"triton_decode, {how}" for how in ("in a row", "single")]
     head = "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns)
     other = torch.randn(1 << 27, device="cuda")
     dtypes = (torch.bfloat16, torch.float8_e4m3fn)
