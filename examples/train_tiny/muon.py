@@ -7,7 +7,6 @@ nearest matrix whose singular values are all about 1, so that rare directions ar
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,29 +31,26 @@ def orthogonalized(matrices: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Matrices of one shape share the iteration's batched products, whatever parameters they are parts of."""
 
-    def __init__(
-        self, matrices: Iterable[tuple[torch.Tensor, int]], *, lr: float, momentum: float = 0.95, weight_decay: float
-    ) -> None:
-        """matrices: parameters with the rows of each matrix in them: [.., columns] is viewed as [N, rows, columns]."""
-        pairs = list(matrices)
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__([parameter for parameter, _ in pairs], defaults)
-        self._rows = dict(pairs)
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float = 0.95, weight_decay: float) -> None:
+        """groups: with "rows" beside "params", of each: it is viewed as matrices [N, rows, columns]."""
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
+            rows = [r for p, r in zip(group["params"], group["rows"], strict=True) if p.grad is not None]
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
                 continue
             for p in parameters:
-                self.state[p].setdefault("average", torch.zeros_like(p))
+                if not self.state[p]:
+                    self.state[p]["average"] = torch.zeros_like(p)
             gradients, averages = [p.grad for p in parameters], [self.state[p]["average"] for p in parameters]
             torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
             directions = torch._foreach_lerp(gradients, averages, group["momentum"])
             by_shape: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-            for parameter, direction in zip(parameters, directions, strict=True):
-                shape = self._rows[parameter], parameter.shape[-1]
+            for parameter, direction, height in zip(parameters, directions, rows, strict=True):
+                shape = height, parameter.shape[-1]
                 by_shape[shape].append((parameter.view(-1, *shape), direction.view(-1, *shape)))
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
             for shape, parts in by_shape.items():

@@ -131,6 +131,8 @@ class Recipe:
     """Of the matrices inside the layers, at most."""
     adam_rate: float
     """Of all else."""
+    vision_rate_share: float
+    """Of both rates, for what sees pictures."""
     warm_up_steps: int
     num_index_rows: int
     """Queries of each sequence that the index branch learns from, at most; fewer of short ones."""
@@ -147,7 +149,7 @@ class Recipe:
     max_position: int = 140_000
     """Up to where positions are stretched."""
     stretch_share: float = 0.6
-    short_shares: tuple[float, float, float] = (0.55, 0.2, 0.25)
+    short_shares: tuple[float, float, float] = (0.65, 0.13, 0.22)
     """Of pictures, clips and tool calls."""
     mixed_share: float = 0.35
     """Of the long texts: with a picture in the middle."""
@@ -159,14 +161,15 @@ class Recipe:
 
 FULL = Recipe(
     stages=(
-        Stage(0.40, 192, 768, is_sparse=False, num_short=224, max_picture_side=320),
-        Stage(0.20, 512, 4096, is_sparse=False, num_short=192, max_picture_side=640),
-        Stage(0.18, 1024, 6144, is_sparse=True, num_short=192, max_picture_side=1000),
-        Stage(0.22, 2048, 16384, is_sparse=True, num_short=192, max_picture_side=1000),
+        Stage(0.22, 192, 768, is_sparse=False, num_short=320, max_picture_side=160),
+        Stage(0.24, 512, 4096, is_sparse=False, num_short=256, max_picture_side=400),
+        Stage(0.24, 1024, 6144, is_sparse=True, num_short=192, max_picture_side=1000),
+        Stage(0.30, 2048, 16384, is_sparse=True, num_short=192, max_picture_side=1000),
     ),
-    tokens_per_step=65_536,
-    muon_rate=0.01,
+    tokens_per_step=49_152,
+    muon_rate=4e-3,
     adam_rate=2e-3,
+    vision_rate_share=0.4,
     warm_up_steps=100,
     num_index_rows=192,
 )
@@ -178,6 +181,7 @@ SMOKE = Recipe(
     tokens_per_step=512,
     muon_rate=0.01,
     adam_rate=3e-3,
+    vision_rate_share=1.0,
     warm_up_steps=2,
     num_index_rows=24,
     topk_choices=(2, 3),

@@ -77,20 +77,30 @@ def learning_rate(recipe: Recipe, step: int, progress: float) -> float:
 
 def make_optimizers(model: MiniMaxM3, recipe: Recipe) -> tuple[Muon, torch.optim.AdamW]:
     """Muon for the matrices inside the layers; AdamW for vectors, the router, what reads tokens and patches, and what
-    predicts tokens. The index branch has its own loss, but neither's steps depend on a loss's scale."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    predicts tokens. The index branch has its own loss, but neither's steps depend on a loss's scale.
+
+    "full" of their groups is the highest rate.
+    """
     at_ends = ("embed_tokens", "lm_head", "patch_embedding", "router")
-    matrices = {name: p for name, p in trained.items() if p.dim() > 1 and not any(part in name for part in at_ends)}
-    groups = [
-        {"params": [p for name, p in trained.items() if p.dim() > 1 and name not in matrices]},
-        {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0},
-    ]
     head_dim = model.config.text.head_dim
-    # Queries, keys and values: each head is a matrix of its own. Experts are [experts, rows, columns].
-    cut = [(p, head_dim if "in_proj" in name or "qkv" in name else p.shape[-2]) for name, p in matrices.items()]
+    muon_groups: list[dict[str, Any]] = []
+    adam_groups: list[dict[str, Any]] = []
+    for is_vision in (False, True):
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad and n.startswith("vision") == is_vision}
+        inner = {n: p for n, p in trained.items() if p.dim() > 1 and not any(part in n for part in at_ends)}
+        share = recipe.vision_rate_share if is_vision else 1.0
+        # Queries, keys and values: each head is a matrix of its own. Experts are [experts, rows, columns].
+        rows = [head_dim if "in_proj" in n or "qkv" in n else p.shape[-2] for n, p in inner.items()]
+        muon_groups.append({"params": list(inner.values()), "rows": rows, "full": share * recipe.muon_rate})
+        outer = [p for n, p in trained.items() if p.dim() > 1 and n not in inner]
+        vectors = [p for p in trained.values() if p.dim() == 1]
+        adam_groups += [
+            {"params": outer, "weight_decay": recipe.weight_decay, "full": share * recipe.adam_rate},
+            {"params": vectors, "weight_decay": 0.0, "full": share * recipe.adam_rate},
+        ]
     return (
-        Muon(cut, lr=recipe.muon_rate, weight_decay=recipe.weight_decay),
-        torch.optim.AdamW(groups, lr=recipe.adam_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True),
+        Muon(muon_groups, lr=recipe.muon_rate, weight_decay=recipe.weight_decay),
+        torch.optim.AdamW(adam_groups, lr=recipe.adam_rate, betas=(0.9, 0.95), fused=True),
     )
 
 
@@ -167,7 +177,7 @@ def train(arguments: argparse.Namespace) -> float:
         step, spent_s = saved["step"], saved["spent_s"]
     elif arguments.resume_from is not None:
         # The weights alone, in bfloat16: the optimizer starts anew.
-        model.load_state_dict(load_model(arguments.resume_from, config=config).state_dict())
+        model.load_state_dict(load_model(arguments.resume_from).state_dict())
         progress = json.loads((arguments.resume_from / "progress.json").read_text())
         step, spent_s = progress["step"], progress["spent_s"]
     first_step = step if saved is None else 0
@@ -203,9 +213,9 @@ def train(arguments: argparse.Namespace) -> float:
         batches = next(coming)
         waited_s += time.monotonic() - asked_at
         rate = learning_rate(recipe, step - first_step, progress_now)
-        for optimizer, full_rate in zip(optimizers, (recipe.muon_rate, recipe.adam_rate), strict=True):
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * full_rate
+                group["lr"] = rate * group["full"]
         for batch in batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss, values = losses(model, batch.to(device), recipe, kernels)
