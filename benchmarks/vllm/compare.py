@@ -1,6 +1,6 @@
 """Two results of slice.py side by side.
 
-python benchmarks/vllm/compare.py stock.json ours.json
+python benchmarks/vllm/compare.py stock.json ours.json [--plot vllm.svg]
 """
 
 from __future__ import annotations
@@ -25,34 +25,39 @@ def greedy_lines(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> lis
     return lines
 
 
-def ratio_lines(key: str, stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[str]:
-    """A row per `key`, a column per figure: stock, ours and their ratio."""
-    figures = [name for name in stock[0] if name != key]
-    lines = [f"| {key} | " + " | ".join(figures) + " |", "|---" * (len(figures) + 1) + "|"]
+def ratio_lines(keys: list[str], stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[str]:
+    """A row per value of the `keys`, a column per figure: stock, ours and their ratio."""
+    figures = [name for name in stock[0] if name not in keys]
+    lines = ["| " + " | ".join([*keys, *figures]) + " |", "|---" * (len(keys) + len(figures)) + "|"]
     for a, b in zip(stock, ours, strict=True):
-        cells = [f"{a[f]:,.2f} → {b[f]:,.2f} ({b[f] / a[f]:.2f})" for f in figures]
-        lines.append(f"| {a[key]:,} | " + " | ".join(cells) + " |")
+        if any(a[key] != b[key] for key in keys):
+            raise ValueError(f"not the same runs: {[a[key] for key in keys]} and {[b[key] for key in keys]}")
+        cells = [f"{a[key]:,}" for key in keys]
+        cells += [f"{a[f]:,.2f} → {b[f]:,.2f} ({b[f] / a[f]:.2f})" for f in figures]
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def plot(stock: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
-    """Time to first token and time per token against the context; output tokens a second against concurrency."""
-    figure = import_module("matplotlib.figure").Figure(figsize=(10, 3.2), layout="constrained")
+    """Output tokens a second, time to first token and time a token against the context, a line a concurrency."""
+    figure = import_module("matplotlib.figure").Figure(figsize=(12, 3.6), layout="constrained")
     panels = (
-        ("alone", "context", "ttft_ms", "time to first token, ms"),
-        ("alone", "context", "tpot_ms", "time per token, ms"),
-        ("together", "concurrency", "output_tokens_per_s", "output tokens a second"),
+        ("output_tokens_per_s", "output tokens a second"),
+        ("ttft_ms", "median time to first token, ms"),
+        ("step_ms", "time a token, ms"),
     )
-    for axes, (name, key, figure_of, title) in zip(figure.subplots(1, 3), panels, strict=True):
-        for label, result in (("vLLM", stock), ("with the plugin", ours)):
-            rows = result[name]
-            axes.plot([r[key] for r in rows], [r[figure_of] for r in rows], marker="o", label=label)
-        axes.set(title=title, xlabel=key, xscale="log", yscale="log" if figure_of == "ttft_ms" else "linear")
-        axes.set_xticks([r[key] for r in stock[name]], [f"{r[key]:,}" for r in stock[name]], rotation=20)
+    for axes, (figure_of, title) in zip(figure.subplots(1, 3), panels, strict=True):
+        for style, name, result in (("--", "vLLM", stock), ("-", "with the plugin", ours)):
+            for number, concurrency in enumerate(sorted({row["concurrency"] for row in result["together"]})):
+                rows = [row for row in result["together"] if row["concurrency"] == concurrency]
+                label = f"{name}, {concurrency} at once"
+                x, y = [row["context"] for row in rows], [row[figure_of] for row in rows]
+                axes.plot(x, y, style, color=f"C{number}", marker="o", label=label)
+        contexts = sorted({row["context"] for row in stock["together"]})
+        axes.set(title=title, xlabel="context, tokens", xscale="log", yscale="log")
+        axes.set_xticks(contexts, [f"{context // 1024}K" for context in contexts])
         axes.minorticks_off()
-        if figure_of != "ttft_ms":
-            axes.set_ylim(bottom=0)
-    figure.axes[0].legend()
+    figure.axes[0].legend(fontsize="small")
     figure.savefig(path)
 
 
@@ -60,12 +65,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("stock", type=Path)
     parser.add_argument("ours", type=Path)
-    parser.add_argument("--plot", type=Path, help="an image of the latter two tables; needs matplotlib")
+    parser.add_argument("--plot", type=Path, help="an image of the last table; needs matplotlib")
     args = parser.parse_args()
     stock, ours = json.loads(args.stock.read_text()), json.loads(args.ours.read_text())
     print("greedy\n" + "\n".join(greedy_lines(stock["greedy"], ours["greedy"])))
-    for name, key in (("alone", "context"), ("together", "concurrency")):
-        print(f"\n{name}\n" + "\n".join(ratio_lines(key, stock[name], ours[name])))
+    for name, keys in (("cold", ["context"]), ("together", ["context", "concurrency"])):
+        print(f"\n{name}\n" + "\n".join(ratio_lines(keys, stock[name], ours[name])))
     if args.plot is not None:
         plot(stock, ours, args.plot)
 

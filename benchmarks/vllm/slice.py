@@ -6,6 +6,9 @@
 
 Needs vLLM, one card and no checkpoint. The weights depend on their shapes alone, so both runs hold the same model. Each
 figure is taken twice and the second one kept: kernels compile during the first.
+
+Requests are sent all at once. Each brings `NEW` tokens after a prefix that all share and that the cache holds, so that
+many long contexts fit one card: output tokens a second and the time to a request's first token.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 VOCAB = 200_064
-PREFIX, NEW, OUTPUT = 61_440, 2_048, 256
-"""Of the runs with several requests: tokens of the shared cached prefix, of each one's own, and generated."""
+NEW, OUTPUT = 2_048, 128
+"""Tokens of each request's own, and generated."""
+PROMPTS = [*[200 + 37 * i for i in range(12)], *[2048 + 509 * i for i in range(14)], 16_384, 24_000, 32_768, 49_152]
+PROMPTS += [65_536, 100_000]
+"""Lengths of the 32 prompts whose greedy tokens are compared."""
 
 
-def write_config(directory: Path, *, num_layers: int, num_dense: int) -> None:
+def write_config(directory: Path, *, num_layers: int, num_dense: int, num_experts: int = 128) -> None:
     """MiniMax-M3's config.json with fewer layers, of which the first `num_dense` attend to everything."""
     is_sparse = [0] * num_dense + [1] * (num_layers - num_dense)
     ids = {"bos_token_id": 200_034, "eos_token_id": 200_020}
@@ -50,7 +56,7 @@ def write_config(directory: Path, *, num_layers: int, num_dense: int) -> None:
         "rotary_dim": 64,
         "partial_rotary_factor": 0.5,
         "hidden_act": "swigluoai",
-        "num_local_experts": 128,
+        "num_local_experts": num_experts,
         "num_experts_per_tok": 4,
         "n_shared_experts": 1,
         "routed_scaling_factor": 2.0,
@@ -82,11 +88,19 @@ def write_config(directory: Path, *, num_layers: int, num_dense: int) -> None:
 
 
 def start(
-    *, num_layers: int, num_dense: int, max_model_len: int, cache_gib: float, memory: float, **options: Any
+    *,
+    num_layers: int,
+    num_dense: int,
+    max_model_len: int,
+    cache_gib: float,
+    memory: float,
+    num_experts: int = 128,
+    capture: tuple[int, ...] = (1, 2, 4, 8, 16, 32),
+    **options: Any,
 ) -> Any:
-    """A vLLM `LLM` of the slice."""
+    """A vLLM `LLM` of the slice. `capture`: the batch sizes that CUDA graphs are captured for."""
     directory = Path(tempfile.mkdtemp(prefix="m3slice-"))
-    write_config(directory, num_layers=num_layers, num_dense=num_dense)
+    write_config(directory, num_layers=num_layers, num_dense=num_dense, num_experts=num_experts)
     from vllm import LLM
 
     llm = LLM(
@@ -98,10 +112,9 @@ def start(
         gpu_memory_utilization=memory,
         kv_cache_memory_bytes=int(cache_gib * 2**30),
         max_num_batched_tokens=8192,
-        max_num_seqs=32,
-        attention_backend="TRITON_ATTN",
+        max_num_seqs=max(capture),
         enable_prefix_caching=True,
-        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
+        compilation_config={"cudagraph_capture_sizes": list(capture)},
         **options,
     )
     llm.apply_model(make_tokens_tell)
@@ -128,6 +141,7 @@ class Slice:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self._random = random.Random(0)
+        self._number = 0
 
     def tokens(self, num_tokens: int) -> list[int]:
         return [self._random.randrange(1000, 190_000) for _ in range(num_tokens)]
@@ -144,53 +158,62 @@ class Slice:
     def greedy(self, lengths: list[int], num_tokens: int = 32) -> list[dict[str, Any]]:
         """Greedy tokens after random prompts, the same ones in every run, with the two best log probabilities."""
         rows = []
-        for length in lengths:
-            prompt = random.Random(length).sample(range(1000, 190_000), length)
+        for number, length in enumerate(lengths):
+            generator = random.Random(1000 * number + length)
+            prompt = [generator.randrange(1000, 190_000) for _ in range(length)]
             _, outputs = self.generate([prompt], num_tokens, logprobs=2)
             output = outputs[0].outputs[0]
             best = [sorted((p.logprob for p in step.values()), reverse=True)[:2] for step in output.logprobs]
             rows.append({"context": length, "tokens": list(output.token_ids), "best": best})
         return rows
 
-    def alone(self, contexts: list[int], num_tokens: int = 128) -> list[dict[str, Any]]:
-        """Time to first token of a cold prompt and time per token after it, one request at a time."""
-        rows = []
-        for context in contexts:
-            for _ in range(2):
-                prompt = self.tokens(context)
-                first, _ = self.generate([prompt], 1)
-                again = [*prompt, *self.tokens(64)]
-                short, _ = self.generate([again], 1)
-                long, _ = self.generate([again], num_tokens + 1)
-                row = {"context": context, "ttft_ms": first * 1e3, "tpot_ms": (long - short) / num_tokens * 1e3}
-            rows.append(row)
-        return rows
+    def cold(self, context: int, num_runs: int = 2) -> dict[str, Any]:
+        """Time to the first token of a prompt of which nothing is cached, nothing else running."""
+        for _ in range(num_runs):
+            seconds, _ = self.generate([self.tokens(context)], 1)
+        return {"context": context, "cold_ttft_ms": seconds * 1e3}
 
-    def together(self, concurrencies: list[int]) -> list[dict[str, Any]]:
-        """Requests that share a cached prefix and bring new tokens, all sent at once."""
-        prefix = self.tokens(PREFIX)
+    def together(self, context: int, concurrency: int, num_runs: int = 2) -> dict[str, Any]:
+        """Requests sent at once, of `context` tokens each of which the last `NEW` are not cached."""
+        prefix = random.Random(context).choices(range(1000, 190_000), k=context - NEW)
         self.generate([prefix], 1)
-        rows = []
-        for concurrency in concurrencies:
-            for _ in range(2):
-                whole, _ = self.generate([[*prefix, *self.tokens(NEW)] for _ in range(concurrency)], OUTPUT)
-                prefill, _ = self.generate([[*prefix, *self.tokens(NEW)] for _ in range(concurrency)], 1)
-                row = {
-                    "concurrency": concurrency,
-                    "output_tokens_per_s": concurrency * OUTPUT / whole,
-                    "prefill_ms": prefill * 1e3,
-                    "step_ms": (whole - prefill) / (OUTPUT - 1) * 1e3,
-                }
-            rows.append(row)
-        return rows
+        for _ in range(num_runs):
+            prompts = [[*prefix, *self.tokens(NEW)] for _ in range(concurrency)]
+            firsts, seconds = self.timed(prompts, OUTPUT)
+        steps = sorted(firsts)
+        return {
+            "context": context,
+            "concurrency": concurrency,
+            "output_tokens_per_s": concurrency * OUTPUT / seconds,
+            "ttft_ms": steps[len(steps) // 2] * 1e3,
+            "last_ttft_ms": steps[-1] * 1e3,
+            "step_ms": (seconds - steps[-1]) / (OUTPUT - 1) * 1e3,
+        }
+
+    def timed(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[float], float]:
+        """(seconds to each request's first token, seconds to the last token of all)."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        firsts: dict[str, float] = {}
+        begin = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            self._number += 1
+            engine.add_request(f"{self._number}-{number}", {"prompt_token_ids": prompt}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.outputs and output.outputs[0].token_ids:
+                    firsts.setdefault(output.request_id, time.perf_counter() - begin)
+        return list(firsts.values()), time.perf_counter() - begin
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dense", type=int, default=1, help="layers that attend to everything")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 65_536, 131_072])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 65_536, 131_072, 524_288])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--cache-gib", type=float, default=8.0)
     parser.add_argument("--memory", type=float, default=0.9, help="share of the card's memory that must be free")
@@ -198,15 +221,15 @@ def main() -> None:
     llm = start(
         num_layers=args.layers,
         num_dense=args.dense,
-        max_model_len=max(*args.contexts, PREFIX + NEW) + 4096,
+        max_model_len=max(args.contexts) + 4096,
         cache_gib=args.cache_gib,
         memory=args.memory,
     )
     runs = Slice(llm)
     result = {
-        "greedy": runs.greedy([200, *[c for c in args.contexts if c <= 65_536]]),
-        "alone": runs.alone(args.contexts),
-        "together": runs.together(args.concurrency),
+        "greedy": runs.greedy(PROMPTS),
+        "cold": [runs.cold(context) for context in args.contexts],
+        "together": [runs.together(context, n) for context in args.contexts for n in args.concurrency],
     }
     args.out.write_text(json.dumps(result))
     print(f"wrote {args.out}")
