@@ -34,11 +34,10 @@ def bits_of(size: int) -> int:
 
 
 @gluon.constexpr_function
-def whole(size, num_warps):
-    """Layout of [size] that every warp holds whole, so that reductions need no barrier."""
+def whole(size, num_warps, pack=1):
+    """Layout of [size] that every warp holds whole, so that reductions need no barrier; `pack` side by side a thread."""
     bits = [[1 << i] for i in range(bits_of(size))]
-    # 16 bytes to a load.
-    vector = 2 if len(bits) >= 7 else 0
+    vector = bits_of(pack)
     lanes = bits[vector : vector + 5]
     return gl.DistributedLinearLayout(
         reg_bases=bits[:vector] + bits[vector + 5 :],
@@ -145,8 +144,11 @@ def look_again(looks):
 @gluon.jit
 def await_words(words, is_in, PACK: gl.constexpr, OVERLAP: gl.constexpr):
     """The words once those that are in are written; LOWEST for the others. All of them must be readable."""
-    x = read(words, PACK)
-    if OVERLAP:
+    if PACK == 1 and not OVERLAP:
+        # An old line of the first cache may still hold what was at their address: .cg reads past it.
+        x = gl.load(words, cache_modifier=".cg")
+    else:
+        x = read(words, PACK)
         looks = 0
         while greatest((is_in & (x == UNWRITTEN)).to(gl.int32)) != 0:
             x = read(words, PACK)
@@ -280,10 +282,11 @@ def choose(
     """
     first_local = num_blocks - local_blocks
     combs: gl.constexpr = CP
-    # As `whole` lays them out.
-    PACK: gl.constexpr = 4 if CP >= 128 else 1
+    # Neighbours, of which many are often good at once, belong to several threads, but words that are waited for are
+    # read 16 bytes at a time.
+    PACK: gl.constexpr = 4 if OVERLAP and CP >= 128 else 1
     line: gl.constexpr = whole(SP, num_warps)
-    c = gl.arange(0, CP, layout=whole(CP, num_warps))
+    c = gl.arange(0, CP, layout=whole(CP, num_warps, PACK))
     is_in = c < num_blocks
     if RP == 0:
         key = force(await_words(scores + c, is_in, PACK, OVERLAP), is_in, c, first_local, num_blocks)
