@@ -180,27 +180,27 @@ class Slice:
         for _ in range(num_runs):
             prompts = [[*prefix, *self.tokens(NEW)] for _ in range(concurrency)]
             firsts, seconds = self.timed(prompts, OUTPUT)
-        steps = sorted(firsts)
+        firsts = sorted(firsts)
         return {
             "context": context,
             "concurrency": concurrency,
             "output_tokens_per_s": concurrency * OUTPUT / seconds,
-            "ttft_ms": steps[len(steps) // 2] * 1e3,
-            "last_ttft_ms": steps[-1] * 1e3,
-            "step_ms": (seconds - steps[-1]) / (OUTPUT - 1) * 1e3,
+            "ttft_ms": firsts[len(firsts) // 2] * 1e3,
+            "last_ttft_ms": firsts[-1] * 1e3,
+            "step_ms": (seconds - firsts[-1]) / (OUTPUT - 1) * 1e3,
         }
 
     def timed(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[float], float]:
-        """(seconds to each request's first token, seconds to the last token of all)."""
+        """(seconds to each request's first token, seconds to the last token of all), from when all of them wait."""
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         firsts: dict[str, float] = {}
-        begin = time.perf_counter()
-        for number, prompt in enumerate(prompts):
+        for prompt in prompts:
             self._number += 1
-            engine.add_request(f"{self._number}-{number}", {"prompt_token_ids": prompt}, sampling)
+            engine.add_request(str(self._number), {"type": "token", "prompt_token_ids": prompt}, sampling)
+        begin = time.perf_counter()
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.outputs and output.outputs[0].token_ids:
