@@ -243,6 +243,7 @@ def _attend_kernel(
     fetch_descriptor("_attend_kernel_param_10")
     k_smem = gl.allocate_shared_memory(k_cache.dtype, [STAGES, 1, 1, TILE, D], k_cache.layout)
     v_smem = gl.allocate_shared_memory(v_cache.dtype, [STAGES, 1, 1, TILE, D], v_cache.layout)
+    q_smem = gl.allocate_shared_memory(element, [16, D], gl.NVMMASharedLayout.get_default_for([16, D], element))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for fill in gl.static_range(STAGES):
         mbarrier.init(full.index(fill), count=1)
@@ -284,8 +285,7 @@ def _attend_kernel(
         let_next_start()
     if SCALED_K:
         scale_log2 *= gl.load(k_scale + head * stride_ks)
-    q = gl.expand_dims(gl.convert_layout(q.to(element), gl.SliceLayout(0, queries)), 0)
-    q, _ = gl.broadcast(q, gl.zeros([num_warps, 16, D], element, layout=queries))
+    q_smem.store(q.to(element))
     thread_barrier()
 
     place = gl.arange(0, SP, layout=whole(SP, num_warps))
@@ -311,6 +311,8 @@ def _attend_kernel(
         gl.store(ids_row + places, ids, mask=(places < S) & (places < num_blocks))
         gl.store(ids_row + place, gl.full_like(place, -1), mask=(place < S) & (place >= num_blocks))
 
+    q = gl.expand_dims(q_smem.load(gl.SliceLayout(0, queries)), 0)
+    q, _ = gl.broadcast(q, gl.zeros([num_warps, 16, D], element, layout=queries))
     best = gl.full([num_warps, 16], float("-inf"), gl.float32, layout=rows)
     sums = gl.zeros([num_warps, 16, OWN], gl.float32, layout=mma)
     acc = gl.zeros([num_warps, 16, D // 2 if NARROW else D], gl.float32, layout=mma)
