@@ -295,6 +295,8 @@ def choose(
             chosen = gl.convert_layout(at // PACK * (32 * PACK) + lane * PACK + at % PACK, line)
             rank = gl.convert_layout(rank, line)
             if not is_sure:
+                # Read once more: kept, they would leave too few registers for what comes before.
+                key = force(await_words(scores + c, is_in, PACK, OVERLAP), is_in, c, first_local, num_blocks)
                 chosen = take_best(key, c, S, place)
                 rank = place
         else:
@@ -313,7 +315,10 @@ def choose(
             comb = gl.where(rank < S, at // PACK * (32 * PACK) + lane * PACK + at % PACK, -1)
             comb = gl.convert_layout(comb, line)
             if not is_sure:
-                top = take_best(key, block, S, place)
+                best = await_words(comb_scores + c, is_in, PACK, OVERLAP)
+                block = await_words(comb_blocks + c, is_in, PACK, OVERLAP)
+                block = gl.where(is_in, gl.where(last >= first_local, last, block), NONE)
+                top = take_best(force(best, is_in, block, first_local, num_blocks), block, S, place)
                 comb = gl.where(top < num_blocks, top % combs, -1)
         else:
             top = take_best(key, block, S, place)
@@ -324,7 +329,8 @@ def choose(
         is_in = (row >= 0) & (n < num_blocks)
         pages = gl.load(table + n, mask=is_in, other=0)
         # A comb's scores lie together.
-        key = await_words(scores + (gl.maximum(row, 0) * RP + turn), is_in, min(RP, 4), OVERLAP)
+        words = scores + (gl.maximum(row, 0) * RP + turn)
+        key = await_words(words, is_in, min(RP, 4), OVERLAP)
         n = gl.where(is_in, n, NONE)
         numbers = n
         key = force(key, is_in, n, first_local, num_blocks)
@@ -334,6 +340,7 @@ def choose(
             chosen = from_lane(comb, lane) + gl.convert_layout(at, line) * combs
             rank = gl.convert_layout(rank, line)
             if not is_sure:
+                key = force(await_words(words, is_in, min(RP, 4), OVERLAP), is_in, n, first_local, num_blocks)
                 chosen = take_best(key, n, S, place)
                 rank = place
         else:
