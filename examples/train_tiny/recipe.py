@@ -161,8 +161,8 @@ class Recipe:
 
 FULL = Recipe(
     stages=(
-        Stage(0.22, 192, 768, is_sparse=False, num_short=320, max_picture_side=160),
-        Stage(0.24, 512, 4096, is_sparse=False, num_short=256, max_picture_side=400),
+        Stage(0.22, 192, 768, is_sparse=False, num_short=256, max_picture_side=320),
+        Stage(0.24, 512, 4096, is_sparse=False, num_short=224, max_picture_side=500),
         Stage(0.24, 1024, 6144, is_sparse=True, num_short=192, max_picture_side=1000),
         Stage(0.30, 2048, 16384, is_sparse=True, num_short=192, max_picture_side=1000),
     ),
