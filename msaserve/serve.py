@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import socket
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -10,7 +11,7 @@ import tyro
 
 from msaserve.config import EngineConfig, GenerationDefaults, ModelConfig
 from msaserve.errors import InvalidRequestError
-from msaserve.gateway.command import HttpOptions
+from msaserve.gateway.command import Gateway, HttpOptions
 from msaserve.gateway.media.options import MediaOptions
 from msaserve.loop import run_loop
 
@@ -45,6 +46,7 @@ class Serve:
         if self.checkpoint == DEFAULT_CHECKPOINT and not DEFAULT_CHECKPOINT.is_dir():
             raise InvalidRequestError("give CHECKPOINT: only a clone of the repository has checkpoints/tiny to serve")
         listener = self.http.listen()
+        http = self.http.at(listener)
         if self.kind == "msaserve":
             defaults = ModelConfig.from_checkpoint(self.checkpoint).generation
         else:  # vLLM runs checkpoints that this package's engine does not
@@ -53,11 +55,13 @@ class Serve:
         # The worker imports and loads while this process does the same with its part.
         endpoint = self.http.otlp_traces_endpoint
         with self._worker(name) as worker:
+            if http.processes > 1:
+                return self._supervise(worker, replace(http, served_model_name=name), listener)
             from msaserve.gateway.app import create_app
             from msaserve.gateway.chat import ChatTemplate
             from msaserve.gateway.grpc_client import GrpcClient
-            from msaserve.gateway.launch import announce, settings_of
-            from msaserve.gateway.server import run
+            from msaserve.gateway.launch import announcement, settings_of
+            from msaserve.gateway.server import Listening, run
             from msaserve.observe.trace import make_tracer
             from msaserve.tokenizer import Tokenizer
 
@@ -74,10 +78,10 @@ class Serve:
                 try:
                     await run(
                         create_app(client, tokenizer, template, settings, media, tracer),
-                        listener,
+                        Listening(listener),
                         drain_seconds=self.http.drain_seconds,
                         read_seconds=self.http.read_seconds,
-                        on_ready=lambda: announce(listener, settings, template),
+                        on_ready=lambda: print(announcement(http.host, http.port, settings, template), flush=True),
                         cut=client.close,
                         failure=worker.death(),
                     )
@@ -88,6 +92,18 @@ class Serve:
                 run_loop(serve())
             finally:
                 tracer.close()
+        return 0
+
+    def _supervise(self, worker: WorkerProcess | VllmProcess, http: HttpOptions, listener: socket.socket) -> int:
+        """Several gateway processes before the worker, as `msaserve gateway` has them."""
+        from msaserve.gateway.processes.supervisor import Supervisor
+
+        options = Gateway(worker=(worker.wait_ready(),), http=http, media=self.media)
+
+        async def serve() -> None:
+            await Supervisor(options, http.processes, listener).run(worker.death())
+
+        run_loop(serve())
         return 0
 
     def _worker(self, name: str) -> WorkerProcess | VllmProcess:

@@ -50,6 +50,7 @@ from msaserve.gateway.constraints import asked_constraint, chat_constraint
 from msaserve.gateway.media.budget import ByteBudget, Lease
 from msaserve.gateway.media.pipeline import MediaPart, MediaPipeline
 from msaserve.gateway.parsers.minimax_m3 import MARKER_TOKENS, thinking_mode
+from msaserve.gateway.place import Place
 from msaserve.gateway.stream import Generation
 from msaserve.gateway.tools import tool_use
 from msaserve.gateway.transport import (
@@ -57,6 +58,7 @@ from msaserve.gateway.transport import (
     NoSuchModelError,
     until_disconnect,
 )
+from msaserve.observe.merge import Family
 from msaserve.observe.metrics import CONTENT_TYPE, ServerMetrics
 from msaserve.observe.trace import Tracer
 from msaserve.tokenizer import Tokenizer
@@ -93,15 +95,17 @@ def create_app(
     settings: GatewaySettings,
     media: MediaPipeline | None = None,
     tracer: Tracer | None = None,
+    place: Place | None = None,
 ) -> Starlette:
     """The ASGI application. It does not own the client: who made it closes it. It closes the media pipeline.
 
     media: prepares pictures and clips. None, or a model without vision: requests with any are refused.
     tracer: of the spans around requests.
+    place: this process among others behind the same port. None: it is the only one.
     `app.state.gateway.is_draining = True` makes /ready and new requests answer 503.
     """
     tracer = tracer or Tracer()
-    gateway = Gateway(client, tokenizer, template, settings, media)
+    gateway = Gateway(client, tokenizer, template, settings, media, place or Place())
     if media is not None:
         media.stages.tracer, media.stages.watcher = tracer, gateway.metrics.media
         gateway.metrics.media.follow(media)
@@ -159,15 +163,17 @@ class Gateway:
         template: ChatTemplate | None,
         settings: GatewaySettings,
         media: MediaPipeline | None,
+        place: Place,
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
         self._template = template
         self._settings = settings
         self._media = media
-        self._bodies = ByteBudget(_MAX_BODIES * settings.max_body_bytes, max_wait_s=_BODY_SECONDS)
+        self._place = place
+        num_bodies = max(_MAX_BODIES // place.count, 1)
+        self._bodies = ByteBudget(num_bodies * settings.max_body_bytes, max_wait_s=_BODY_SECONDS)
         self._model_info: ModelInfo | None = None
-        self._created = int(time.time())
         self.metrics = ServerMetrics(settings.served_model_name)
         self.is_draining = False
         self.failure: str | None = None
@@ -360,7 +366,12 @@ class Gateway:
         return _json({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
     async def show_metrics(self, request: Request) -> Response:
-        return Response(self.metrics.render(await self._client.workers()), headers={"content-type": CONTENT_TYPE})
+        workers, others = await asyncio.gather(self._client.workers(), self._place.others(self.numbers()))
+        return Response(self.metrics.render(workers, others), headers={"content-type": CONTENT_TYPE})
+
+    def numbers(self) -> list[Family]:
+        """What this process counts."""
+        return self.metrics.families(self._client.tallies())
 
     async def _answer(
         self,
@@ -448,7 +459,7 @@ class Gateway:
         return {
             "id": self._settings.served_model_name,
             "object": "model",
-            "created": self._created,
+            "created": self._place.created,
             "owned_by": "msaserve",
             "max_model_len": model.max_model_len,
         }

@@ -24,7 +24,8 @@ class WorkerState(NamedTuple):
     """A worker as this gateway sees it."""
 
     name: str
-    is_ready: bool
+    is_ready: bool | None = None
+    """None: it was not asked."""
     num_active: int = 0
     """Outputs that this gateway has in flight there."""
     num_requests: int = 0
@@ -37,7 +38,7 @@ class WorkerState(NamedTuple):
     num_indexed_blocks: int = 0
     """That it holds, by its KV events."""
     load: EngineLoad | None = None
-    """None if it cannot be asked."""
+    """None if it cannot be asked, or was not."""
 
 
 class EngineClient(Protocol):
@@ -60,8 +61,12 @@ class EngineClient(Protocol):
         """End a request, if it is there; its stream ends with finish_reason "abort"."""
         ...
 
+    def tallies(self) -> list[WorkerState]:
+        """What is known here of every worker behind this: none is asked."""
+        ...
+
     async def workers(self) -> list[WorkerState]:
-        """Of every worker behind this. Raises nothing: who cannot be asked says so by having no load."""
+        """The same, and what every worker says. Raises nothing: who cannot be asked says so by having no load."""
         ...
 
     async def is_ready(self) -> bool: ...

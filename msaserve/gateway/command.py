@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, ClassVar
 
 import tyro
@@ -27,6 +28,9 @@ class HttpOptions:
     """Address to listen on."""
     port: int = 8000
     """0 takes a free one."""
+    processes: int = 1
+    """Processes that serve HTTP, which share the port: one keeps a core busy at some two thousand short requests a
+    second (docs/operating.md)."""
     api_key: str | None = None
     """Ask clients for this key. Default: the environment variable MSASERVE_API_KEY, if it is set."""
     served_model_name: str | None = None
@@ -45,7 +49,8 @@ class HttpOptions:
     """Send OpenTelemetry spans there, such as http://127.0.0.1:4317. Default: OTEL_EXPORTER_OTLP_ENDPOINT, if set."""
 
     def __post_init__(self) -> None:
-        for name, least in (("drain_seconds", 0), ("max_body_mib", 1), ("read_seconds", 1), ("stall_seconds", 1)):
+        for name in ("processes", "drain_seconds", "max_body_mib", "read_seconds", "stall_seconds"):
+            least = 0 if name == "drain_seconds" else 1
             if getattr(self, name) < least:
                 raise InvalidRequestError(f"{name} must be at least {least}", param=name)
 
@@ -57,6 +62,11 @@ class HttpOptions:
                 f"msaserve: warning: {self.host} is reachable from elsewhere and there is no --api-key", file=sys.stderr
             )
         return bind(self.host, self.port, stall_seconds=self.stall_seconds)
+
+    def at(self, listener: socket.socket) -> HttpOptions:
+        """The same, with the address that was bound."""
+        host, port = listener.getsockname()[:2]
+        return replace(self, host=host, port=port)
 
     @property
     def key(self) -> str | None:
@@ -92,10 +102,20 @@ class Gateway:
             parse_address(address)
         if not self.worker or len(set(self.worker)) < len(self.worker):
             raise InvalidRequestError("--worker takes one address or several different ones", param="worker")
-        from msaserve.gateway.launch import check, serve
-
         if self.check:
+            from msaserve.gateway.launch import check
+
             return asyncio.run(check(self))
         listener = self.http.listen()
-        run_loop(serve(self, listener))
+        options = replace(self, http=self.http.at(listener))
+        if self.http.processes > 1:
+            from msaserve.gateway.processes.supervisor import Supervisor
+
+            run_loop(Supervisor(options, self.http.processes, listener).run())
+        else:
+            from msaserve.gateway.launch import serve
+            from msaserve.gateway.place import Place
+            from msaserve.gateway.server import Listening
+
+            run_loop(serve(options, Listening(listener), place=Place(), on_ready=partial(print, flush=True)))
         return 0

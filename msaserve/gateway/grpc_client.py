@@ -79,6 +79,7 @@ class GrpcClient:
         files: the checkpoint's small files by name, where they are at hand: at least config.json. None: its worker is
             asked for them.
         tracer: of the spans around requests.
+        shm_owner: see `rpc.shm.write`.
 
     Raises:
         InvalidRequestError: the address has another form.
@@ -91,8 +92,10 @@ class GrpcClient:
         uses_shm: bool = True,
         files: dict[str, bytes] | None = None,
         tracer: Tracer | None = None,
+        shm_owner: str = "",
     ) -> None:
         self.address = address
+        self._shm_owner = shm_owner
         self._channel: Any = grpc.aio.insecure_channel(parse_address(address), options=CHANNEL_OPTIONS)
         self._spoken: _Spoken | None = None
         self._uses_shm = uses_shm
@@ -230,6 +233,9 @@ class GrpcClient:
         response = await _answer(call)
         return convert.load_from_proto(response, await call.trailing_metadata(), block_size=worker.block_size)
 
+    def tallies(self) -> list[WorkerState]:
+        return [WorkerState(self.address, num_active=len(self._calls), num_requests=self._num_requests)]
+
     async def workers(self) -> list[WorkerState]:
         # Who does not answer must not keep the others' numbers from a scrape.
         is_ready, load = await asyncio.gather(
@@ -237,15 +243,8 @@ class GrpcClient:
             asyncio.wait_for(self.load(), _HEALTH_SECONDS),
             return_exceptions=True,
         )
-        return [
-            WorkerState(
-                self.address,
-                is_ready is True,
-                num_active=len(self._calls),
-                num_requests=self._num_requests,
-                load=load if isinstance(load, EngineLoad) else None,
-            )
-        ]
+        (tally,) = self.tallies()
+        return [tally._replace(is_ready=is_ready is True, load=load if isinstance(load, EngineLoad) else None)]
 
     async def kv_events(self, after: int) -> AsyncGenerator[KvEventBatch, None]:
         """See `gateway.kv_index.KvEventSource`."""
@@ -316,7 +315,7 @@ class GrpcClient:
             if array.nbytes < LARGE_BYTES or not worker.shares_memory:
                 return None
             with suppress(OSError):  # no room: the message takes it
-                handle = shm.write(array)
+                handle = shm.write(array, self._shm_owner)
                 names.append(handle.name)
                 return handle
             return None

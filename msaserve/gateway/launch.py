@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-import socket
 import tempfile
 import time
 from contextlib import suppress
@@ -18,21 +17,29 @@ from msaserve.errors import MsaserveError, OverloadedError
 from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.chat import ChatTemplate
 from msaserve.gateway.grpc_client import GrpcClient
+from msaserve.gateway.place import Place
 from msaserve.gateway.router import Router
 from msaserve.gateway.server import run
 from msaserve.observe.trace import make_tracer
 from msaserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from msaserve.gateway.client import EngineClient
     from msaserve.gateway.command import Gateway, HttpOptions
+    from msaserve.gateway.server import Entrance
 
 _RETRY_SECONDS = 0.5
 
 
-async def serve(options: Gateway, listener: socket.socket) -> None:
+async def serve(options: Gateway, entrance: Entrance, *, place: Place, on_ready: Callable[[str], None]) -> None:
+    """on_ready: gets words for who started it, once requests are accepted."""
     tracer = make_tracer("gateway", options.http.otlp_traces_endpoint)
-    clients = [GrpcClient(address, uses_shm=options.use_shm, tracer=tracer) for address in options.worker]
+    clients = [
+        GrpcClient(address, uses_shm=options.use_shm, tracer=tracer, shm_owner=place.shm_owner)
+        for address in options.worker
+    ]
     client: EngineClient = clients[0]
     try:
         first = await _first(clients, options.wait_seconds)
@@ -41,17 +48,22 @@ async def serve(options: Gateway, listener: socket.socket) -> None:
             directory = Path(name)
             await first.save_files(directory)
             tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)
-            media = options.media.pipeline(directory)
+            media = options.media.pipeline(directory, share=place.count)
         settings = settings_of(options.http, worker.served_model_name, worker.defaults)
         if len(clients) > 1:
-            client = Router(list(zip(options.worker, clients, strict=True)), policy=options.policy)
-        app = create_app(client, tokenizer, template, settings, media, tracer)
+            client = Router(
+                list(zip(options.worker, clients, strict=True)),
+                policy=options.policy,
+                in_flight=place.in_flight,
+                first_turn=place.number,
+            )
+        app = create_app(client, tokenizer, template, settings, media, tracer, place)
         await run(
             app,
-            listener,
+            entrance,
             drain_seconds=options.http.drain_seconds,
             read_seconds=options.http.read_seconds,
-            on_ready=lambda: announce(listener, settings, template),
+            on_ready=lambda: on_ready(announcement(options.http.host, options.http.port, settings, template)),
             cut=client.close,
         )
     finally:
@@ -146,10 +158,9 @@ def settings_of(http: HttpOptions, name: str, defaults: GenerationDefaults) -> G
     )
 
 
-def announce(listener: socket.socket, settings: GatewaySettings, template: ChatTemplate | None) -> None:
-    """Say on standard output that requests are accepted."""
-    host, port = listener.getsockname()[:2]
-    print(f"msaserve: {settings.served_model_name} is ready; try\n{curl(host, port, settings, template)}", flush=True)
+def announcement(host: str, port: int, settings: GatewaySettings, template: ChatTemplate | None) -> str:
+    """What is said once requests are accepted. host, port: where."""
+    return f"msaserve: {settings.served_model_name} is ready; try\n{curl(host, port, settings, template)}"
 
 
 _QUESTION = "The harbour was quiet. The code of Winston is 48213. Nobody came.\nWhat is the code of Winston?"

@@ -15,9 +15,9 @@ from typing import Literal
 import msgspec
 
 from msaserve.errors import BusyError, EngineError, InvalidRequestError, MsaserveError, OverloadedError
-from msaserve.gateway.board import InFlight, OwnInFlight
 from msaserve.gateway.client import Breaker, EngineClient, WorkerState
 from msaserve.gateway.kv_index import KvEventSource, KvIndex, PromptBlocks, follow
+from msaserve.gateway.processes.board import InFlight, OwnInFlight
 from msaserve.types import GenerateRequest, ModelInfo, TokenEvent
 
 _log = logging.getLogger(__name__)
@@ -205,20 +205,26 @@ class Router:
         if backend is not None:
             await backend.client.abort(request_id)
 
-    async def workers(self) -> list[WorkerState]:
-        return list(await asyncio.gather(*(self._state(backend) for backend in self._backends)))
+    def tallies(self) -> list[WorkerState]:
+        return [
+            WorkerState(
+                backend.name,
+                num_active=backend.num_active,
+                num_requests=backend.num_requests,
+                num_retries=backend.num_retries,
+                num_failures=backend.num_failures,
+                breaker=backend.breaker,
+                num_indexed_blocks=len(backend.blocks),
+            )
+            for backend in self._backends
+        ]
 
-    async def _state(self, backend: _Backend) -> WorkerState:
-        (state,) = await backend.client.workers()
-        return state._replace(
-            name=backend.name,
-            num_active=backend.num_active,
-            num_requests=backend.num_requests,
-            num_retries=backend.num_retries,
-            num_failures=backend.num_failures,
-            breaker=backend.breaker,
-            num_indexed_blocks=len(backend.blocks),
-        )
+    async def workers(self) -> list[WorkerState]:
+        answers = await asyncio.gather(*(backend.client.workers() for backend in self._backends))
+        return [
+            tally._replace(is_ready=state.is_ready, load=state.load)
+            for tally, (state,) in zip(self.tallies(), answers, strict=True)
+        ]
 
     async def is_ready(self) -> bool:
         return any(await asyncio.gather(*(b.client.is_ready() for b in self._backends)))

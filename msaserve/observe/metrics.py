@@ -7,12 +7,13 @@ and labelled as smg does it, so that boards made for it fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from msaserve.observe.merge import Family, merged
 from msaserve.types import EngineLoad, Modality
 
 if TYPE_CHECKING:
@@ -103,10 +104,34 @@ class ServerMetrics:
         self._http.labels(method, path, str(status)).inc()
         self._http_seconds.labels(method, path).observe(seconds)
 
-    def render(self, workers: Sequence[WorkerState]) -> bytes:
-        """The text format, with the numbers of those workers that say theirs."""
+    def families(self, workers: Sequence[WorkerState]) -> list[Family]:
+        """All numbers, with those of the workers that say theirs."""
         self._load.workers = workers
-        return generate_latest(self._registry)
+        return [
+            Family(
+                metric.name, metric.documentation, metric.type, [(s.name, s.labels, s.value) for s in metric.samples]
+            )
+            for metric in self._registry.collect()
+        ]
+
+    def render(self, workers: Sequence[WorkerState], others: Sequence[Sequence[Family]] = ()) -> bytes:
+        """The text format. others: the numbers of other gateway processes, without what workers say of themselves."""
+        registry: Any = _Families(merged(self.families(workers), others))
+        return generate_latest(registry)
+
+
+class _Families:
+    """What of a registry its text needs."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._families:
+            metric = Metric(family.name, family.text, family.kind)
+            for name, labels, value in family.samples:
+                metric.add_sample(name, labels, value)
+            yield metric
 
 
 class MediaMetrics:
@@ -151,7 +176,6 @@ def _used(load: EngineLoad) -> float:
 
 # (name, help, value) per worker, as smg names them
 _WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerState], float]], ...] = (
-    ("smg_worker_health", "1: its health check passes.", lambda w: w.is_ready),
     ("smg_worker_requests_active", "Outputs in flight there, of this gateway.", lambda w: w.num_active),
     ("smg_worker_cb_state", "Circuit breaker: 0 closed, 1 open, 2 half open.", lambda w: w.breaker),
     ("smg_worker_cb_consecutive_failures", "Failures in a row.", lambda w: w.num_failures),
@@ -161,6 +185,7 @@ _WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerState], float]], ...] = 
     ("smg_worker_requests", "Requests sent there.", lambda w: w.num_requests),
     ("smg_worker_retries", "Requests that brought nothing there and were sent elsewhere.", lambda w: w.num_retries),
 )
+_HEALTH = ("smg_worker_health", "1: its health check passes.")
 _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineLoad], float]], ...] = (
     ("smg_engine_running_requests", "Requests that are being computed there.", lambda e: e.num_running),
     ("smg_engine_waiting_requests", "Requests that wait for room there.", lambda e: e.num_waiting),
@@ -188,6 +213,12 @@ class _LoadCollector:
         if loads:
             yield from self._engines(loads)
         metric: Metric
+        asked = [worker for worker in self.workers if worker.is_ready is not None]
+        if asked:
+            metric = GaugeMetricFamily(*_HEALTH, labels=["worker"])
+            for worker in asked:
+                metric.add_metric([worker.name], float(bool(worker.is_ready)))
+            yield metric
         for name, text, worker_value in _WORKER_GAUGES:
             metric = GaugeMetricFamily(name, text, labels=["worker"])
             for worker in self.workers:

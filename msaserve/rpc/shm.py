@@ -58,14 +58,16 @@ def remove(name: str) -> None:
         os.unlink(DIRECTORY / name)
 
 
-def write(data: Any) -> Any:
+def write(data: Any, owner: str = "") -> Any:
     """A new file that holds `data` (bytes-like), as a ShmHandle.
+
+    owner: whose it is, for `remove_all`: process ids joined by "-", from the outermost. Default: this process.
 
     Raises:
         OSError: no room for it, or no shared memory; nothing is left behind.
     """
     view = memoryview(data).cast("B")
-    name = f"{_own_prefix(os.getpid())}{uuid.uuid4().hex}"
+    name = f"{_own_prefix(owner or os.getpid())}{uuid.uuid4().hex}"
     descriptor = os.open(DIRECTORY / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         rest = view
@@ -79,15 +81,15 @@ def write(data: Any) -> Any:
     return common_pb2.ShmHandle(name=name, nbytes=len(view), owner_id=f"msaserve-{os.getpid()}")
 
 
-def remove_all(pid: int) -> None:
-    """Remove whatever a process of this machine that is gone wrote and nobody took."""
-    for path in DIRECTORY.glob(f"{_own_prefix(pid)}*"):
+def remove_all(owner: int | str) -> None:
+    """Remove whatever a process of this machine that is gone, or one within it, wrote and nobody took."""
+    for path in DIRECTORY.glob(f"{_own_prefix(owner)}*"):
         with suppress(OSError):
             path.unlink()
 
 
-def _own_prefix(pid: int) -> str:
-    return f"{_NAME_PREFIX}{pid}-"
+def _own_prefix(owner: int | str) -> str:
+    return f"{_NAME_PREFIX}{owner}-"
 
 
 def _open(name: str) -> tuple[int, int]:

@@ -11,9 +11,9 @@ import pytest
 from fake_engine import FakeClient
 
 from msaserve.errors import BusyError, EngineError, InvalidRequestError, MsaserveError, OverloadedError
-from msaserve.gateway.board import Board
 from msaserve.gateway.client import Breaker
 from msaserve.gateway.kv_index import PromptBlocks
+from msaserve.gateway.processes.board import Board
 from msaserve.gateway.router import SEGMENT_TOKENS, Router, _NothingCameError
 from msaserve.kv_events import BlocksCleared, BlocksStored, KvBlock, KvEventBatch
 from msaserve.types import GenerateRequest, SamplingParams, TokenEvent

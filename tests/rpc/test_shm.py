@@ -71,6 +71,15 @@ def test_what_a_dead_process_left(directory: Path) -> None:
     assert all(path.exists() for path in others)
 
 
+def test_what_a_dead_process_of_several_left(directory: Path) -> None:
+    """Each has a name of its own within its supervisor's."""
+    names = [shm.write(b"abc", owner).name for owner in ("100-7", "100-8", "1007", "8")]
+    shm.remove_all("100-7")
+    assert sorted(path.name for path in directory.iterdir()) == sorted(names[1:])
+    shm.remove_all(100)
+    assert sorted(path.name for path in directory.iterdir()) == sorted(names[2:])
+
+
 def test_what_is_written_is_private_and_new(directory: Path) -> None:
     handle = shm.write(memoryview(b"abc"))
     path = directory / handle.name

@@ -38,3 +38,12 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Downloads at a time; further ones wait."""
     max_request_downloads: int = 16
     """Downloads at a time of one request: slow ones of its own hold up itself alone."""
+
+    def shared(self, count: int) -> MediaLimits:
+        """Of one of several gateway processes, which together hold no more than one would."""
+        return msgspec.structs.replace(
+            self,
+            max_inflight_bytes=self.max_inflight_bytes // count,
+            max_cache_bytes=self.max_cache_bytes // count,
+            max_downloads=max(self.max_downloads // count, 1),
+        )

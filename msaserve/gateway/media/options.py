@@ -19,13 +19,17 @@ class MediaOptions:
     media_processes: int | None = None
     """Processes that decode pictures and clips. Default: one per core."""
 
-    def pipeline(self, checkpoint: Path) -> MediaPipeline | None:
+    def pipeline(self, checkpoint: Path, *, share: int = 1) -> MediaPipeline | None:
         """For a checkpoint directory (its small files are enough); None if no spec takes it.
+
+        share: of how many gateway processes this is one: each has a part of what all may hold.
 
         Raises:
             CheckpointError: its configuration cannot be read.
         """
+        from msaserve.gateway.media.limits import MediaLimits
         from msaserve.gateway.media.pipeline import MediaPipeline
+        from msaserve.gateway.media.pool import num_cores
         from msaserve.gateway.media.spec import find_spec
 
         source = find_spec(checkpoint)
@@ -33,7 +37,8 @@ class MediaOptions:
             return None
         return MediaPipeline(
             source,
+            MediaLimits().shared(share),
             allowed_hosts=self.media_hosts or None,
             allows_private=self.media_private_hosts,
-            num_processes=self.media_processes,
+            num_processes=-(-(self.media_processes or num_cores()) // share),
         )

@@ -1,0 +1,30 @@
+"""Which of the gateway processes behind one port this one is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from msaserve.gateway.processes.board import InFlight
+    from msaserve.observe.merge import Family
+
+
+@dataclass
+class Place:
+    """The default: the only one."""
+
+    number: int = 0
+    count: int = 1
+    """Of processes, which share what the server may hold."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """When the server began."""
+    shm_owner: str = ""
+    """See `rpc.shm.write`."""
+    in_flight: InFlight | None = None
+    """By worker, over all processes; None: nobody else has any."""
+
+    async def others(self, own: list[Family]) -> list[list[Family]]:
+        """The numbers of all other processes, for this one's."""
+        return []
