@@ -24,6 +24,9 @@ class InProcessClient:
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
 
+    def tallies(self) -> list[WorkerState]:
+        return [WorkerState("in process")]
+
     async def workers(self) -> list[WorkerState]:
         return [WorkerState("in process", await self.is_ready(), load=await self.load())]
 

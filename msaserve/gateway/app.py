@@ -366,7 +366,7 @@ class Gateway:
         return _json({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
     async def show_metrics(self, request: Request) -> Response:
-        workers, others = await asyncio.gather(self._client.workers(), self._place.others(self.numbers()))
+        workers, others = await asyncio.gather(self._client.workers(), self._place.others(self.numbers))
         return Response(self.metrics.render(workers, others), headers={"content-type": CONTENT_TYPE})
 
     def numbers(self) -> list[Family]:

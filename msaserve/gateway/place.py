@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,6 @@ class Place:
     in_flight: InFlight | None = None
     """By worker, over all processes; None: nobody else has any."""
 
-    async def others(self, own: list[Family]) -> list[list[Family]]:
-        """The numbers of all other processes, for this one's."""
+    async def others(self, own: Callable[[], list[Family]]) -> list[list[Family]]:
+        """The numbers of all other processes. own: says this one's."""
         return []

@@ -114,6 +114,9 @@ class FakeClient:
     async def abort(self, request_id: str) -> None:
         raise AssertionError("the gateway closes its streams")
 
+    def tallies(self) -> list[WorkerState]:
+        return [WorkerState("fake", num_active=len(self.running))]
+
     async def workers(self) -> list[WorkerState]:
         return [WorkerState("fake", self.is_up, num_active=len(self.running), load=await self.load())]
 

@@ -119,7 +119,7 @@ async def test_media(uses_shm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
     monkeypatch.setattr("msaserve.gateway.grpc_client.LARGE_BYTES", 1024)
     write = shm.write
-    monkeypatch.setattr(shm, "write", lambda data: written.append(write(data)) or written[-1])
+    monkeypatch.setattr(shm, "write", lambda *given: written.append(write(*given)) or written[-1])
     prompt, items = media_prompt()
     async with running_worker(uses_shm=uses_shm) as worker:
         options: dict[str, Any] = {"media": items, "max_tokens": 8, "logprobs": 5}

@@ -57,11 +57,11 @@ class SharedPlace(Place):
         self._asked: dict[int, asyncio.Future[list[list[Family]]]] = {}
         self._numbers = count()
 
-    async def others(self, own: list[Family]) -> list[list[Family]]:
+    async def others(self, own: Callable[[], list[Family]]) -> list[list[Family]]:
         """Also of those that are no more. None if the supervisor does not answer."""
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        self._control.send(Asked(number, own))
+        self._control.send(Asked(number, own()))
         try:
             return await asyncio.wait_for(answer, _REPORT_SECONDS)
         except asyncio.TimeoutError:
