@@ -70,6 +70,8 @@ class Answering(servicer.Servicer):
 @dataclass(frozen=True)
 class BesideOptions(Options):
     repeats: int = 15
+    processes: int = 1
+    """Of this gateway."""
     num_clients: int = 64
     seconds: float = 5.0
     """For which they ask."""
@@ -81,6 +83,7 @@ async def measure(options: BesideOptions) -> None:
     server = WorkerServer(AsyncEngine(engine), ServedModel.of(engine))
     address = f"grpc://127.0.0.1:{await server.start('127.0.0.1:0')}"
     ours = [sys.executable, "-m", "msaserve.cli", "gateway", "--worker", address, "--port", str(PORTS[OURS])]
+    ours += ["--processes", str(options.processes)]
     theirs = [str(SMG), "launch", "--host", "127.0.0.1", "--port", str(PORTS[THEIRS]), "--worker-urls", address]
     theirs += ["--policy", "round_robin", "--prometheus-host", "127.0.0.1", "--prometheus-port", "18703"]
     theirs += ["--worker-startup-check-interval", "1", "--multimodal-tensor-transport", "auto"]

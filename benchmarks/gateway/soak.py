@@ -1,6 +1,6 @@
 """Servers under load for a long time: is memory flat, is every answer right or a clear error, is nothing left behind?
 
-    python benchmarks/gateway/soak.py --seconds 600                     # text, pictures, clips, disconnects, nonsense
+    python benchmarks/gateway/soak.py --seconds 600 --processes 2       # text, pictures, clips, disconnects, nonsense
     python benchmarks/gateway/soak.py --scenario slow --clients 500     # streams whose readers are slow
     python benchmarks/gateway/soak.py --scenario kill                   # two workers, one of them killed every 20 s
 
@@ -44,6 +44,8 @@ class Options:
     scenario: Literal["mix", "slow", "kill"] = "mix"
     seconds: float = 600.0
     clients: int = 16
+    processes: int = 1
+    """Gateway processes."""
     checkpoint: Path = GOLDEN / "tiny"
     interval: float = 10.0
     """Seconds between two looks at the processes, and half of those between two kills."""
@@ -87,12 +89,13 @@ class Servers:
     def __init__(self, options: Options) -> None:
         self._options = options
         self.workers: list[Process] = []
+        port = ["--port", "0", "--processes", str(options.processes)]
         if options.scenario == "kill":
             self.workers = [self._worker("127.0.0.1:0") for _ in range(2)]
             addresses = [worker.address for worker in self.workers]
-            self.front = Process(r"curl (http://[^/]+)", "gateway", "--port", "0", "--worker", *addresses)
+            self.front = Process(r"curl (http://[^/]+)", "gateway", *port, "--worker", *addresses)
         else:
-            self.front = Process(r"curl (http://[^/]+)", "serve", *sizes(options), "--port", "0")
+            self.front = Process(r"curl (http://[^/]+)", "serve", *sizes(options), *port)
 
     def _worker(self, address: str) -> Process:
         return Process(r"--worker (grpc://\S+)", "worker", *sizes(self._options), "--grpc", address)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from msaserve.gateway.media.budget import Lease
+from msaserve.gateway.transport import uncancel
 
 _STEP_BYTES = 2**20
 _BYTES_A_SECOND = 16_384
@@ -77,8 +77,7 @@ class _Patience:
         if self._timer is not None:
             self._timer.cancel()
         if self._is_over and isinstance(error, asyncio.CancelledError):
-            if sys.version_info >= (3, 11):
-                self._task.uncancel()
+            uncancel(self._task)
             raise HTTPException(
                 408,
                 f"the request body came too slowly: {self.size} bytes in {self._loop.time() - self._start:.0f} s",

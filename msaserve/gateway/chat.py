@@ -39,6 +39,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             line = f" line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise CheckpointError(f"{name}{line}: {error}") from error
+        self._template.globals = dict(self._template.globals)  # every rendering copies them; a chain of them is slow
         self._source = source
         self._variables = dict(variables or {})
 

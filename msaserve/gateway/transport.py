@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
@@ -116,17 +117,34 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientGoneError: it went away first.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
     gone = asyncio.ensure_future(_disconnected(receive))
+    is_over = has_left = False
+
+    def leave(gone: asyncio.Future[None]) -> None:
+        nonlocal has_left
+        if not is_over and not gone.cancelled():
+            has_left = True
+            task.cancel()
+
+    gone.add_done_callback(leave)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if not has_left:
+            raise
+        uncancel(task)
+        raise ClientGoneError from None
     finally:
-        task.cancel()
+        is_over = True
         gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def uncancel(task: asyncio.Task[Any]) -> None:
+    """Take back a cancellation that was caught and meant for a part of the task alone."""
+    if sys.version_info >= (3, 11):
+        task.uncancel()
 
 
 async def _disconnected(receive: Receive) -> None:

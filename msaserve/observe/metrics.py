@@ -92,6 +92,8 @@ class ServerMetrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
+        self._http_series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        """Looking series up by their labels takes longer than counting."""
         self.http_active = Gauge("smg_http_connections_active", "Requests being answered.", registry=self._registry)
         self.media = MediaMetrics(self._registry)
         self._model_name = model_name
@@ -101,8 +103,15 @@ class ServerMetrics:
 
     def count_http(self, method: str, path: str, status: int, seconds: float) -> None:
         """path: the route, not what the client sent, so that the number of series stays bounded."""
-        self._http.labels(method, path, str(status)).inc()
-        self._http_seconds.labels(method, path).observe(seconds)
+        key = method, path, status
+        if key not in self._http_series:
+            self._http_series[key] = (
+                self._http.labels(method, path, str(status)),
+                self._http_seconds.labels(method, path),
+            )
+        counter, histogram = self._http_series[key]
+        counter.inc()
+        histogram.observe(seconds)
 
     def families(self, workers: Sequence[WorkerState]) -> list[Family]:
         """All numbers, with those of the workers that say theirs."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from secrets import token_hex
 from typing import Any
 
 import msgspec
@@ -49,7 +49,7 @@ class Answer(ABC):
         self.model = model
         self.has_logprobs = has_logprobs
         self.includes_usage = includes_usage
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}-{token_hex(16)}"
         self.created = int(time.time())
 
     @abstractmethod

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Literal, NamedTuple
 
 from msaserve.gateway.apis.translate import Translation
@@ -117,7 +117,7 @@ class BlockAnswer(ABC):
     def __init__(self, output: ChatOutput, chat: Translation, *, model: str) -> None:
         """chat: of the request, for what is said of it once its stream is open."""
         self.model = model
-        self.id = f"{self.id_prefix}_{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}_{token_hex(16)}"
         self.created = int(time.time())
         self.blocks = Blocks()
         self.finish_reason: str | None = None

@@ -7,9 +7,9 @@ import json
 import logging
 import re
 import time
-import uuid
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from secrets import token_hex
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -74,7 +74,7 @@ class Envelope:
         method, path = scope["method"], scope["path"] if scope["path"] in self._paths else "other"
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
+            request_id = token_hex(16)
         facts = scope.setdefault("state", {})["facts"] = Facts()
         status = 0
 
