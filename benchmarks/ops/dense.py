@@ -36,17 +36,15 @@ from msaserve import ops
 from msaserve.ops.testing import relative_error
 
 KERNELS = ("triton_prefill", "gluon_prefill")
-VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
-    "gluon_prefill": ({}, {"warpgroups": 2}),
-    "triton_prefill": (
-        {"rows": 128, "tokens": 64, "num_warps": 8, "num_stages": 3},
-        {"rows": 128, "tokens": 64, "num_warps": 8, "num_stages": 2},
-        {"rows": 128, "tokens": 128, "num_warps": 8, "num_stages": 2},
-        {"rows": 64, "tokens": 64, "num_warps": 4, "num_stages": 2},
-        {"rows": 64, "tokens": 128, "num_warps": 4, "num_stages": 2},
-        {"rows": 256, "tokens": 64, "num_warps": 16, "num_stages": 2},
-    ),
-}
+TILES = (
+    (128, 64, 8, 3),
+    (128, 64, 8, 2),
+    (128, 128, 8, 2),
+    (64, 64, 4, 2),
+    (64, 128, 4, 2),
+    (256, 64, 16, 2),
+)
+"""Of triton_prefill, tried with --variants: rows, tokens, warps, stages."""
 CHUNKS: dict[str, tuple[int, tuple[int, int, int]]] = {
     "M3 after 61,440": (61_440, (64, 4, 128)),
     "small after 122,880": (122_880, (16, 2, 64)),
@@ -87,7 +85,7 @@ def attend(chunk: Chunk, impl: str | None, **scales: torch.Tensor) -> torch.Tens
     return ops.dense_attend(*chunk, **bounds, impl=impl, **scales)
 
 
-def attend_with(chunk: Chunk, impl: str, **tuning: int) -> torch.Tensor:
+def attend_with(chunk: Chunk, impl: str, **tuning: Any) -> torch.Tensor:
     kernel = import_module(f"msaserve.ops.dense_attend.{impl}")
     bounds = {"max_query_len": chunk.q.shape[0], "max_seq_len": int(chunk.block_table.numel()) * 128}
     out: torch.Tensor = kernel.dense_attend(*chunk, scale=chunk.q.shape[2] ** -0.5, **bounds, **tuning)
@@ -122,7 +120,7 @@ class Clock:
             print(f"{name:90s} failed: {type(failure).__name__} {str(failure)[:300]}", flush=True)
 
 
-def compile_alone(shape: tuple[int, ...], impl: str, tuning: dict[str, int]) -> None:
+def compile_alone(shape: tuple[int, ...], impl: str, tuning: dict[str, Any]) -> None:
     """Leaves the kernel in Triton's cache on disk; what fails will say so when it is timed."""
     with suppress(Exception):
         attend_with(make_chunk(1920, 128, *shape), impl, **tuning)
@@ -132,7 +130,7 @@ def compile_alone(shape: tuple[int, ...], impl: str, tuning: dict[str, int]) -> 
             attend(chunk._replace(**narrow), impl)
 
 
-def time_chunk(clock: Clock, name: str, chunk: Chunk, variants: list[tuple[str, dict[str, int]]]) -> None:
+def time_chunk(clock: Clock, name: str, chunk: Chunk, variants: list[tuple[str, dict[str, Any]]]) -> None:
     operations = chunk.num_operations
     queries = chunk.q.shape[0]
     keys, values = (
@@ -174,7 +172,10 @@ def main() -> None:
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}", flush=True)
     kernels = options.kernels.split(",")
-    variants = [(impl, tuning) for impl in kernels for tuning in (VARIANTS[impl] if options.variants else ({},))]
+    variants: list[tuple[str, dict[str, Any]]] = [(impl, {}) for impl in kernels]
+    if options.variants and "triton_prefill" in kernels:
+        kernel = import_module("msaserve.ops.dense_attend.triton_prefill")
+        variants += [("triton_prefill", {"tile": kernel.Tile(*tile)}) for tile in TILES]
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         pool.starmap(
             compile_alone,

@@ -40,7 +40,7 @@ def attend(case: Case, impl: str, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize(("rows", "tokens"), [(16, 16), (32, 64), (128, 32), (64, 128)])
 def test_tiles_of_all_sizes_give_the_reference(rows: int, tokens: int) -> None:
     case = build(TILES, dtype=torch.float16, device=DEVICE)
-    options: dict[str, Any] = {"scale": 0.2, **case.bounds, "rows": rows, "tokens": tokens, "num_warps": 4}
+    options: dict[str, Any] = {"scale": 0.2, **case.bounds, "tile": triton_prefill.Tile(rows, tokens, 4, 2)}
     out = triton_prefill.dense_attend(case.q, case.k_cache, case.v_cache, *case.batch, **options)
     assert relative_error(out, attend(replace(case, q=case.q.float()), "reference", scale=0.2)) < 1e-3
     assert (out[-9:] == 0).all()

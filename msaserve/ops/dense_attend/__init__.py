@@ -14,7 +14,7 @@ from msaserve.ops.checks import (
     check_shapes,
 )
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, by_name
+from msaserve.ops.hopper import ask_later, on_card_in_8_bits_too
 
 
 def _is_checked(q: torch.Tensor, k_cache: torch.Tensor, *_: object, **__: object) -> bool:
@@ -33,13 +33,13 @@ IMPLS = (
         "gluon_prefill",
         "msaserve.ops.dense_attend.gluon_prefill:dense_attend",
         ask_later("msaserve.ops.dense_attend.gluon_prefill:why_not"),
-        by_name,
+        on_card_in_8_bits_too,
     ),
     Impl(
         "triton_prefill",
         "msaserve.ops.dense_attend.triton_prefill:dense_attend",
         ask_later("msaserve.ops.dense_attend.triton_prefill:why_not"),
-        by_name,
+        on_card_in_8_bits_too,
     ),
     Impl("reference", "msaserve.ops.dense_attend.reference:dense_attend", always),
 )

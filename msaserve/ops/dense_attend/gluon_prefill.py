@@ -287,7 +287,7 @@ def _attend_kernel(
             [4, 4, 4],
             [160, 160, 32],
         )  # fmt: skip
-    elif WGS == 3:
+    else:
         gl.warp_specialize(
             [
                 (_attend_0, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
@@ -297,16 +297,6 @@ def _attend_kernel(
             ],
             [4, 4, 1],
             [160, 160, 32],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_attend_0, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
-                (_attend_1, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
-                (_fetch, (q, k_cache, v_cache, table, first, head, num_blocks, filled, k_smem, v_smem, q_smem, raw_full, kv_full, kv_empty, q_full, G, D, BLOCK, ROWS, WGS, STAGES)),
-            ],
-            [4, 1],
-            [232, 40],
         )  # fmt: skip
 
 
@@ -345,8 +335,6 @@ def dense_attend(
     out: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    warpgroups: int = WARPGROUPS,
-    num_stages: int = 0,
 ) -> torch.Tensor:
     """A request has the same bits alone and in a batch."""
     num_rows, num_heads, dim = q.shape
@@ -356,7 +344,7 @@ def dense_attend(
     if out is None:
         out = torch.empty_like(q)
     # Each request may begin a tile of its own, and the rows after the last one too.
-    grid = -(-num_rows * group // (warpgroups * ROWS)) + num_requests, num_kv_heads
+    grid = -(-num_rows * group // (WARPGROUPS * ROWS)) + num_requests, num_kv_heads
     _attend_kernel[grid](
         descriptor(q, (ROWS // group, group, 64)),
         descriptor(k_cache.permute(0, 2, 1, 3), (1, 1, block_size, 64)),
@@ -380,8 +368,8 @@ def dense_attend(
         BLOCK=block_size,
         BLOCK_B=next_power_of_2(num_requests + 1),
         ROWS=ROWS,
-        WGS=warpgroups,
-        STAGES=num_stages or (2 if dim * block_size > 128 * 64 else 4),
+        WGS=WARPGROUPS,
+        STAGES=2 if dim * block_size > 128 * 64 else 4,
         SCALED_K=k_scale is not None,
         SCALED_V=v_scale is not None,
         WIDEN=k_cache.itemsize == 1,

@@ -7,12 +7,13 @@ come first.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from msaserve.ops.hopper import capability
 from msaserve.ops.select_blocks.decode_triton import why_not_dtypes
 from msaserve.ops.sparse_attend.decode_triton import LOG2_E, head_step
 from msaserve.ops.triton_ragged import next_power_of_2
@@ -148,6 +149,26 @@ def _attend_kernel(
         tl.store(out + to[:, None] + d[None, :], (acc * gain[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
 
 
+LARGE_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities of cards with over 160 KB of shared memory to a program."""
+
+
+class Tile(NamedTuple):
+    """Rows of queries and tokens of keys multiplied at a time, warps, and stages of the loads' pipeline."""
+
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile(q: torch.Tensor) -> Tile:
+    """The fastest of those tried on a Hopper card; a small one where shared memory is small."""
+    if q.is_cuda and capability(q.device) not in LARGE_MEMORY:
+        return Tile(64, 64, 4, 2)
+    return Tile(128, 64, 8, 3) if q.shape[2] > 64 else Tile(64, 128, 4, 2)
+
+
 def why_not(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -187,13 +208,9 @@ def dense_attend(
     out: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    rows: int = 128,
-    tokens: int = 64,
-    num_warps: int = 8,
-    num_stages: int = 3,
-    **options: Any,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
-    """A request has the same bits alone and in a batch. `rows`, `tokens`: of a tile; `options`: of the launch."""
+    """A request has the same bits alone and in a batch."""
     num_rows, num_heads, dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -201,6 +218,7 @@ def dense_attend(
     if out is None:
         out = torch.empty_like(q)
     padded = next_power_of_2(group)
+    rows, tokens, num_warps, num_stages = tile or _tile(q)
     rows = max(rows, padded)
     # Each request may begin a tile of its own, and the rows after the last one too.
     grid = -(-num_rows // (rows // padded)) + num_requests, num_kv_heads
@@ -237,6 +255,5 @@ def dense_attend(
         SCALED_K=k_scale is not None,
         SCALED_V=v_scale is not None,
         num_warps=num_warps,
-        **options,
     )
     return out
