@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -164,7 +166,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"msaserve {msaserve.__version__}")
         return 0
     try:
-        return _run(arguments)
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # what cannot be written is noticed here, and not when Python has ended
+    except BrokenPipeError:
+        # Whoever read the output has read enough, as `head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (CheckpointError, InvalidRequestError) as error:
         return _fail(str(error), 2)
     except MsaserveError as error:

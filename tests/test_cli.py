@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -217,3 +219,14 @@ def test_a_warning_without_a_key(
     monkeypatch.setenv("MSASERVE_API_KEY", "k")
     assert main(arguments) == 2
     assert "msaserve: warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["check", str(TINY)]])
+def test_a_reader_that_has_read_enough(arguments: list[str]) -> None:
+    """As `msaserve serve --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "msaserve.cli", *arguments]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
