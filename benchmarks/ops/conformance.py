@@ -20,6 +20,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -70,7 +71,7 @@ def use_large_tiles() -> None:
 
 
 def trials(cases: str, only: str, device: str, dtype: torch.dtype) -> list[Trial]:
-    """The largest first: they take longest."""
+    """The largest first, but one of each shape before a second, whose kernels are compiled by then."""
     chosen = {"small": KERNEL_CASES, "decode": DECODE_CASES, "prefill": PREFILL_CASES}.get(cases)
     specs = chosen or (*PREFILL_CASES, *DECODE_CASES, *KERNEL_CASES)
     found = [Trial(spec, dtype, device) for spec in specs]
@@ -78,7 +79,13 @@ def trials(cases: str, only: str, device: str, dtype: torch.dtype) -> list[Trial
         if spec.name in CASES_8_BITS or cases == "small":
             found += [Trial(spec, dtype, device, scales) for scales in ("tensor", "head")]
     found = [trial for trial in found if only in trial.name]
-    return sorted(found, key=lambda trial: -sum(length for length, _ in trial.spec.requests))
+    found.sort(key=lambda trial: -sum(length for length, _ in trial.spec.requests))
+    same = {"name": "", "requests": (), "tail_rows": 0, "index_values": "equal", "pool_pages": 0, "spare_pages": 0}
+    kinds = [
+        (replace(trial.spec, **same, layout="odd" if trial.spec.layout == "odd" else "vllm"), trial.scales)
+        for trial in found
+    ]
+    return [found[i] for i in sorted(range(len(found)), key=lambda i: kinds[:i].count(kinds[i]))]
 
 
 def run(trial: Trial, operators: Iterable[str], is_short: bool) -> list[Result]:

@@ -35,8 +35,8 @@ def on_card(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         (FP16, FP16, 16, 1, ["gluon_prefill", "triton_prefill"]),
         (FP8, FP8, 17, 1, ["gluon_prefill", "triton_prefill"]),
         (BF16, FP8, 18, 2, ["gluon_prefill", "triton_prefill"]),
-        (BF16, BF16, 64, 1, ["triton_decode"]),
-        (FP32, FP32, 18, 1, []),
+        (BF16, BF16, 64, 1, ["triton_decode", "gluon_prefill", "triton_prefill"]),
+        (FP32, FP32, 18, 1, ["gluon_prefill", "triton_prefill"]),
     ],
 )
 def test_select_blocks(

@@ -6,13 +6,7 @@ import torch
 
 from msaserve.ops.checks import check_dtype, check_index_queries, check_int32, check_selection, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, on_card_in_bfloat16
-
-
-def _is_checked(index_q: torch.Tensor, *_: object, topk: int, local_blocks: int, **__: object) -> bool:
-    """What a card has checked, with caches of 8 bits too: the kernels rank up to 16 blocks, PyTorch more of them."""
-    return index_q.is_cuda and topk - local_blocks <= 16
-
+from msaserve.ops.hopper import ask_later, on_card_in_8_bits_too, on_card_in_bfloat16
 
 IMPLS = (
     Impl(
@@ -25,13 +19,13 @@ IMPLS = (
         "gluon_prefill",
         "msaserve.ops.select_blocks.gluon_score:select_blocks",
         ask_later("msaserve.ops.select_blocks.gluon_score:why_not"),
-        _is_checked,
+        on_card_in_8_bits_too,
     ),
     Impl(
         "triton_prefill",
         "msaserve.ops.select_blocks.triton_prefill:select_blocks",
         ask_later("msaserve.ops.select_blocks.triton_prefill:why_not"),
-        _is_checked,
+        on_card_in_8_bits_too,
     ),
     Impl("reference", "msaserve.ops.select_blocks.reference:select_blocks", always),
 )
