@@ -122,6 +122,7 @@ async def _served(options: Gateway, client: GrpcClient) -> str:
         await media.close()
     spans = options.http.otlp_traces_endpoint or ("as the environment says" if env.has_otlp_endpoint() else "no")
     return (
+        f"  processes       {options.http.processes}\n"
         f"  key             {'asked for' if options.http.key else 'none: whoever reaches it may use it'}\n"
         f"  routing         {f'{options.policy} over {count} workers' if count > 1 else 'one worker'}\n"
         f"  chat            {'yes' if template else 'no template: only /v1/completions'}\n"
