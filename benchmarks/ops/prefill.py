@@ -32,10 +32,7 @@ OVERLAPS = (0.0, 0.5, 0.9, 0.98)
 
 
 class Chunk(NamedTuple):
-    """A chunk of one request's queries after `cached` tokens, and its caches as views of vLLM's allocation.
-
-    Caches of 8 bits have scales, one of each kind.
-    """
+    """A chunk of one request's queries after `cached` tokens, and its caches as views of vLLM's allocation."""
 
     cached: int
     q: torch.Tensor
@@ -46,15 +43,7 @@ class Chunk(NamedTuple):
     seq_lens: torch.Tensor
     cached_lens: torch.Tensor
     cu_query_lens: torch.Tensor
-
-    @property
-    def scales(self) -> dict[str, torch.Tensor]:
-        if self.kv.itemsize > 1:
-            return {}
-        return {
-            "k_scale": torch.tensor(0.8, device="cuda"),
-            "v_scale": torch.linspace(0.5, 2.0, KV_HEADS, device="cuda"),
-        }
+    scales: dict[str, torch.Tensor]
 
     @property
     def k(self) -> torch.Tensor:
@@ -83,17 +72,20 @@ def make_chunk(cached: int, queries: int = QUERIES) -> Chunk:
         torch.tensor([cached + queries], **lens),
         torch.tensor([cached], **lens),
         torch.tensor([0, queries], **lens),
+        {},
     )
 
 
 def with_8_bit_kv(chunk: Chunk) -> Chunk:
-    return chunk._replace(kv=chunk.kv.to(torch.float8_e4m3fn))
+    """K and V of 8 bits, whose scales are one of each kind."""
+    k_scale, v_scale = torch.tensor(0.8, device="cuda"), torch.linspace(0.5, 2.0, KV_HEADS, device="cuda")
+    return chunk._replace(kv=chunk.kv.to(torch.float8_e4m3fn), scales={"k_scale": k_scale, "v_scale": v_scale})
 
 
 def with_8_bits(chunk: Chunk) -> Chunk:
     """Caches and index queries of 8 bits."""
-    narrow = {name: getattr(chunk, name).to(torch.float8_e4m3fn) for name in ("index_q", "kv", "index_k")}
-    return chunk._replace(**narrow)
+    narrow = {name: getattr(chunk, name).to(torch.float8_e4m3fn) for name in ("index_q", "index_k")}
+    return with_8_bit_kv(chunk)._replace(**narrow)
 
 
 def overlapping(chunk: Chunk, overlap: float) -> torch.Tensor:
@@ -207,29 +199,28 @@ class Clock:
 
 
 def time_chunk(clock: Clock, cached: int, overlaps: tuple[float, ...], peers: str | None) -> None:
+    """Eager calls, but for what is said to be replayed. 8 bits: caches and index queries, or K and V alone."""
     chunk = make_chunk(cached)
+    narrow, narrow_kv = with_8_bits(chunk), with_8_bit_kv(chunk)
     ids = select(chunk)
-    clock(f"{cached} ours select", lambda: select(chunk))
-    clock(f"{cached} ours attend indexer", lambda: attend(chunk, ids))
-    clock(f"{cached} ours whole", lambda: attend(chunk, select(chunk)))
-    all_narrow = with_8_bits(chunk)
-    clock(f"{cached} ours select, 8 bits", lambda: select(all_narrow))
-    clock(f"{cached} ours whole, 8 bits", lambda: attend(all_narrow, select(all_narrow)))
     selections = {"indexer": ids, **{f"{overlap:.2f}": overlapping(chunk, overlap) for overlap in overlaps}}
-    narrow = with_8_bit_kv(chunk)
-    for name, some in selections.items():
-        if name != "indexer":
-            clock(f"{cached} ours attend {name}", lambda some=some: attend(chunk, some))
-        clock(f"{cached} ours attend {name}, replayed", replay(lambda some=some: attend(chunk, some)))
-        clock(f"{cached} ours attend {name}, 8-bit K and V", lambda some=some: attend(narrow, some))
+    for kind, some in (("bf16", chunk), ("8 bits", narrow)):
+        clock(f"{cached} {kind} select", lambda some=some: select(some))
+        clock(f"{cached} {kind} whole", lambda some=some: attend(some, select(some)))
+        clock(f"{cached} {kind} whole, replayed", replay(lambda some=some: attend(some, select(some))))
+    for kind, some in (("bf16", chunk), ("8-bit K and V", narrow_kv)):
+        for name, chosen in selections.items():
+            clock(f"{cached} {kind} attend {name}", lambda some=some, chosen=chosen: attend(some, chosen))
+            clock(
+                f"{cached} {kind} attend {name}, share={kind != 'bf16'}",
+                lambda some=some, chosen=chosen, share=kind != "bf16": attend_with(some, chosen, share=share),
+            )
     if peers is not None:
         time_vllm(clock, chunk, selections)
-    for name in ("indexer", "0.90") if overlaps else ():
-        for tuning in ({"parts": 1}, {"parts": 4}, {"item": 256}, {"item": 64}, {"share": False}):
-            clock(
-                f"{cached} ours attend {name}, {tuning}",
-                lambda some=selections[name], tuning=tuning: attend_with(chunk, some, **tuning),
-            )
+    for kind, some in (("bf16", chunk), ("8 bits", narrow)):
+        profile(f"{cached} {kind} whole", lambda some=some: attend(some, select(some)))
+    for name, chosen in list(selections.items())[1:]:
+        profile(f"{cached} bf16 attend {name}", lambda chosen=chosen: attend(chunk, chosen))
 
 
 def time_vllm(clock: Clock, chunk: Chunk, selections: dict[str, torch.Tensor]) -> None:
@@ -243,26 +234,32 @@ def time_vllm(clock: Clock, chunk: Chunk, selections: dict[str, torch.Tensor]) -
     def topk(scores: torch.Tensor) -> Any:
         return index.minimax_m3_index_topk(scores, chunk.cu_query_lens, chunk.cached_lens, queries, TOPK, 0, 1)
 
+    def attend(ids: torch.Tensor) -> Any:
+        return attention.minimax_m3_sparse_attn(chunk.q, chunk.kv, ids, *where, KV_HEADS, DIM**-0.5, out)
+
     scores = score()
-    clock(f"{cached} vllm score", score)
-    clock(f"{cached} vllm topk", lambda: topk(scores))
+    clock(f"{cached} vLLM score", score)
+    clock(f"{cached} vLLM topk", lambda: topk(scores))
     for name, ids in selections.items():
-        clock(
-            f"{cached} vllm attend {name}",
-            lambda ids=ids: attention.minimax_m3_sparse_attn(chunk.q, chunk.kv, ids, *where, KV_HEADS, DIM**-0.5, out),
-        )
+        clock(f"{cached} vLLM attend {name}", lambda ids=ids: attend(ids))
+    clock(f"{cached} vLLM whole", lambda: attend(topk(score())))
 
 
-def profile(cached: int) -> None:
-    """Device time of each kernel of one chunk."""
-    chunk = make_chunk(cached)
-    attend(chunk, select(chunk))
+def profile(name: str, run: Callable[[], Any], calls: int = 3) -> None:
+    """Device time of each launch of one call, in their order, µs: the median of some calls."""
+    run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        attend(chunk, select(chunk))
+        for _ in range(calls):
+            run()
         torch.cuda.synchronize()
-    for event in sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)[:12]:
-        print(f"    {event.key[:70]:70s} {event.device_time_total:9.1f} us in {event.count}", flush=True)
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    launches = len(events) // calls
+    print(name, flush=True)
+    for i in range(launches):
+        times = sorted(event.time_range.elapsed_us() for event in events[i::launches])
+        print(f"    {events[i].name[:60]:60s} {times[len(times) // 2]:8.1f} us", flush=True)
 
 
 def main() -> None:
@@ -281,8 +278,6 @@ def main() -> None:
         check()
     for cached, overlaps in ((61_440, OVERLAPS), (0, ()), (516_096, ()), (1_040_384, ())):
         time_chunk(clock, cached, overlaps, args.peers)
-        if cached == 516_096:
-            profile(cached)
         torch.cuda.empty_cache()
     if args.out:
         Path(args.out).write_text(json.dumps(clock.results, indent=1))

@@ -14,7 +14,7 @@ from msaserve.ops.triton_ragged import next_power_of_2
 def _combine_kernel(
     partial_out,
     partial_lse,
-    part_bits,
+    part_counts,
     out,
     lse,
     T,
@@ -27,40 +27,35 @@ def _combine_kernel(
     DP: tl.constexpr,
     HKV: tl.constexpr,
     UNROLL: tl.constexpr,
-    HAS_BITS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """With part_bits the parts to read are those whose bit is set; else those whose lse is not −inf."""
+    """With part_counts the parts to read are the first ones; else all whose lse is not −inf."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     base = (token.to(tl.int64) * HKV + head) * S
-    bits = tl.full([], -1, tl.int64)
-    if HAS_BITS:
-        bits = tl.load(part_bits + head.to(tl.int64) * T + token)
+    count = S
+    if HAS_COUNTS:
+        count = tl.load(part_counts + head.to(tl.int64) * T + token)
     top = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
-    for first in range(0, S, UNROLL):
+    for first in range(0, count, UNROLL):
         for u in tl.static_range(UNROLL):
-            part = first + u
-            read = g < tl.where(part < S, G, 0)
-            if HAS_BITS:
-                read = g < tl.where((((bits >> part) & 1) != 0) & (part < S), G, 0)
-            top = tl.maximum(top, tl.load(partial_lse + (base + part) * G + g, mask=read, other=float("-inf")))
+            read = g < tl.where(first + u < count, G, 0)
+            top = tl.maximum(top, tl.load(partial_lse + (base + first + u) * G + g, mask=read, other=float("-inf")))
     floor = tl.where(top == float("-inf"), 0.0, top)
-    for first in range(0, S, UNROLL):
+    for first in range(0, count, UNROLL):
         for u in tl.static_range(UNROLL):
-            part = first + u
-            read = g < tl.where(part < S, G, 0)
-            if HAS_BITS:
-                read = g < tl.where((((bits >> part) & 1) != 0) & (part < S), G, 0)
-            part_lse = tl.load(partial_lse + (base + part) * G + g, mask=read, other=float("-inf"))
-            read = read & (part_lse > float("-inf"))
+            read = g < tl.where(first + u < count, G, 0)
+            part_lse = tl.load(partial_lse + (base + first + u) * G + g, mask=read, other=float("-inf"))
+            if not HAS_COUNTS:
+                read = part_lse > float("-inf")
             weight = tl.exp(part_lse - floor)
             x = tl.load(
-                partial_out + ((base + part) * G + g)[:, None] * D + d[None, :],
+                partial_out + ((base + first + u) * G + g)[:, None] * D + d[None, :],
                 mask=read[:, None] & (d < D)[None, :],
                 other=0.0,
                 eviction_policy="evict_first",
@@ -82,17 +77,17 @@ def launch(
     partial_lse: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    part_bits: torch.Tensor | None = None,
+    part_counts: torch.Tensor | None = None,
     *,
     num_warps: int = 4,
-    unroll: int = 8,
+    unroll: int = 4,
 ) -> None:
-    """Combine into out [T, Hq, D]. With part_bits [Hkv, T] int64, parts whose bit is not set are not read."""
+    """Combine into out [T, Hq, D]. With part_counts [Hkv, T] int32, so many parts of each query are read."""
     num_tokens, num_heads, parts, group, dim = partial_out.shape
     _combine_kernel[(num_tokens, num_heads)](
         partial_out,
         partial_lse,
-        part_bits if part_bits is not None else partial_lse,
+        part_counts if part_counts is not None else partial_lse,
         out,
         lse if lse is not None else partial_lse,
         num_tokens,
@@ -105,7 +100,7 @@ def launch(
         DP=next_power_of_2(dim),
         HKV=num_heads,
         UNROLL=min(unroll, next_power_of_2(parts)),
-        HAS_BITS=part_bits is not None,
+        HAS_COUNTS=part_counts is not None,
         HAS_LSE=lse is not None,
         num_warps=num_warps,
     )

@@ -14,6 +14,9 @@ import triton.language as tl
 
 from msaserve.ops.triton_ragged import next_power_of_2, query_tile
 
+MIN_SHARE = 16
+"""32nds of the queries of one running softmax that must have chosen a block for their tile to share it: attending to
+it costs the tile as much as so many of them would alone, for one query that chose the block as for all."""
 MIN_SHARED = 4
 """Queries of a tile that must have chosen a block for the tile to share it, and"""
 MIN_BLOCKS = 3
@@ -46,21 +49,23 @@ def _choices(
     SP: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    TP: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """TILE queries of one request: which, up to where, their blocks [TILE, SP] and which of them the query sees."""
+    """TILE queries of one request: which, up to where, their blocks [TP, SP] and which of them the query sees."""
     request, first, _start, stop = query_tile(cu_query_lens, tile, B, TILE, BLOCK_B)
-    token = first + tl.arange(0, TILE)
+    seq_len = tl.load(seq_lens + request)
+    shift = seq_len - stop  # position of token 0 of the batch
+    end = tl.minimum(first + TILE, stop)
+    token = first + tl.arange(0, TP)
     place = tl.arange(0, SP)
     n = tl.load(
         block_ids + head * stride_ih + token[:, None].to(tl.int64) * stride_it + place[None, :] * stride_is,
-        mask=(token < stop)[:, None] & (place < S)[None, :],
+        mask=(token < end)[:, None] & (place < S)[None, :],
         other=-1,
     )
-    # position of token 0 of the batch
-    shift = tl.load(seq_lens + request) - stop
     valid = (n >= 0) & (n < max_blocks) & (n * BLOCK <= (shift + token)[:, None])
-    return request, first, stop, shift, n, valid
+    return request, first, end, shift, seq_len, n, valid
 
 
 @triton.jit(do_not_specialize=["B", "max_blocks", "T", "part_tokens"])
@@ -70,10 +75,10 @@ def _share_kernel(
     cu_query_lens,
     row_counts,
     ranks,
-    part_bits,
+    part_counts,
     tiles,
     blocks,
-    places,
+    slots,
     B,
     max_blocks,
     T,
@@ -86,69 +91,72 @@ def _share_kernel(
     BLOCK: tl.constexpr,
     BLOCK_B: tl.constexpr,
     TILE: tl.constexpr,
-    SHARE: tl.constexpr,
+    TP: tl.constexpr,
+    PART: tl.constexpr,
     CAPACITY: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
     MIN_SHARED: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
 ):
     """A tile's list of shared blocks; of every other choice its rank among those of its block."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    request, first, stop, shift, n, valid = _choices(
+    request, first, end, shift, seq_len, n, valid = _choices(
         block_ids, seq_lens, cu_query_lens, tile, head, B, max_blocks,
-        stride_ih, stride_it, stride_is, S, SP, BLOCK, TILE, BLOCK_B,
+        stride_ih, stride_it, stride_is, S, SP, BLOCK, TILE, TP, BLOCK_B,
     )  # fmt: skip
-    query = tl.arange(0, TILE)
+    query = tl.arange(0, TP)
     place = tl.arange(0, SP)
     token = first + query
-    live = token < stop
+    live = token < end
     own = head.to(tl.int64) * T + token
     is_part = valid
-    if SHARE:
-        chosen_by = tl.zeros([TILE, SP], tl.int32)
+    if PART > 0:
+        chosen_by = tl.zeros([TP, SP], tl.int32)
         for j in range(TILE):
-            sees = n * BLOCK <= tl.where(first + j < stop, shift + first + j, -1)
+            sees = n * BLOCK <= tl.where(first + j < end, shift + first + j, -1)
             theirs = block_ids + head * stride_ih + (first + j).to(tl.int64) * stride_it
             hit = n < 0
             for s in tl.static_range(S):
-                hit = hit | (n == tl.load(theirs + s * stride_is, mask=first + j < stop, other=-1))
+                hit = hit | (n == tl.load(theirs + s * stride_is, mask=first + j < end, other=-1))
             chosen_by |= (hit & sees).to(tl.int32) << j
-        # A quarter of a tile is one running softmax: it costs as much as 5/8 of its queries would alone, for one query
-        # that chose the block as for all.
-        quarters = tl.zeros([TILE, SP], tl.int32)
-        for j in tl.static_range(4):
-            quarters += (((chosen_by >> (j * (TILE // 4))) & ((1 << (TILE // 4)) - 1)) != 0).to(tl.int32)
+        parts = tl.zeros([TP, SP], tl.int32)
+        for j in tl.static_range(TILE // PART):
+            parts += (((chosen_by >> (j * PART)) & ((1 << PART) - 1)) != 0).to(tl.int32)
         # a partly filled block is never shared: its unused slots must be masked
-        shared = valid & ((n + 1) * BLOCK <= shift + stop)
-        shared = shared & (popcount(chosen_by) >= tl.maximum((5 * TILE * quarters + 31) // 32, MIN_SHARED))
-        lower = ((tl.full([TILE], 1, tl.int32) << query) - 1)[:, None]
+        shared = valid & ((n + 1) * BLOCK <= seq_len)
+        shared = shared & (popcount(chosen_by) >= tl.maximum((MIN_SHARE * PART * parts + 31) // 32, MIN_SHARED))
+        lower = ((tl.full([TP], 1, tl.int32) << query) - 1)[:, None]
         listed = shared & ((chosen_by & lower) == 0)
         count = tl.sum(tl.sum(listed.to(tl.int32), 1), 0)
         count = tl.where(count >= MIN_BLOCKS, count, 0)
         shared = shared & (n < tl.where(count > 0, max_blocks, 0))
         listed = listed & shared
-        flat = tl.reshape(listed.to(tl.int32), [TILE * SP])
-        slot = tl.reshape(tl.cumsum(flat, 0) - flat, [TILE, SP])
+        flat = tl.reshape(listed.to(tl.int32), [TP * SP])
+        listed_at = tl.reshape(tl.cumsum(flat, 0) - flat, [TP, SP])
         at = head.to(tl.int64) * tl.num_programs(0) + tile
-        tl.store(blocks + (at * CAPACITY + slot) * 2, n, mask=listed)
-        tl.store(blocks + (at * CAPACITY + slot) * 2 + 1, chosen_by, mask=listed)
+        tl.store(blocks + (at * CAPACITY + listed_at) * 2, n, mask=listed)
+        tl.store(blocks + (at * CAPACITY + listed_at) * 2 + 1, chosen_by, mask=listed)
         tl.store(tiles + at * 4, request)
         tl.store(tiles + at * 4 + 1, first)
-        tl.store(tiles + at * 4 + 2, tl.minimum(first + TILE, stop))
+        tl.store(tiles + at * 4 + 2, end)
         tl.store(tiles + at * 4 + 3, count)
-        # what the tile's list took over shares one partial result, in the first of its places
+        # what the tile's list took over shares one partial result, in the slot of the first of its places
         shared_place = tl.min(tl.where(shared, place[None, :], SP), 1)
-        tl.store(places + own, tl.where(shared_place < SP, shared_place, -1), mask=live)
         valid = valid & ~shared
-        is_part = valid | (place[None, :] == shared_place[:, None])
-    bits = tl.where(is_part, tl.full([TILE, SP], 1, tl.int64) << place[None, :].to(tl.int64), 0)
-    tl.store(part_bits + own, tl.sum(bits, 1), mask=live)
+        is_shared = place[None, :] == shared_place[:, None]
+        is_part = valid | is_shared
+        slot = tl.cumsum(is_part.to(tl.int32), 1) - 1
+        tl.store(slots + own, tl.where(shared_place < SP, tl.sum(tl.where(is_shared, slot, 0), 1), -1), mask=live)
+    else:
+        slot = tl.cumsum(is_part.to(tl.int32), 1) - 1
+    tl.store(part_counts + own, tl.sum(is_part.to(tl.int32), 1), mask=live)
     unit = token // part_tokens * tl.num_programs(1) + head
     row = (unit * B + request)[:, None].to(tl.int64) * max_blocks + n
     rank = tl.atomic_add(row_counts + row, 1, mask=valid, sem="relaxed")
     tl.store(
         ranks + own[:, None] * S + place[None, :],
-        tl.where(valid, rank, -1),
+        tl.where(valid, rank * 64 + slot, -1),
         mask=live[:, None] & (place < S)[None, :],
     )
 
@@ -233,19 +241,19 @@ def _scatter_kernel(
     TILE: tl.constexpr,
 ):
     head = tl.program_id(1)
-    request, first, stop, _shift, n, _valid = _choices(
+    request, first, end, _shift, _seq_len, n, _valid = _choices(
         block_ids, seq_lens, cu_query_lens, tl.program_id(0), head, B, max_blocks,
-        stride_ih, stride_it, stride_is, S, SP, BLOCK, TILE, BLOCK_B,
+        stride_ih, stride_it, stride_is, S, SP, BLOCK, TILE, TILE, BLOCK_B,
     )  # fmt: skip
     token = first + tl.arange(0, TILE)
     entry = token[:, None] * S + tl.arange(0, SP)[None, :]
-    live = (token < stop)[:, None] & (tl.arange(0, SP) < S)[None, :]
+    live = (token < end)[:, None] & (tl.arange(0, SP) < S)[None, :]
     own = head.to(tl.int64) * T * S
     rank = tl.load(ranks + own + entry, mask=live, other=-1)
     unit = token // part_tokens * tl.num_programs(1) + head
     row = (unit * B + request)[:, None].to(tl.int64) * max_blocks + n
     start = tl.load(starts + row, mask=rank >= 0, other=0)
-    tl.store(entries + own + start + rank, entry, mask=rank >= 0)
+    tl.store(entries + own + start + rank // 64, token[:, None] * S + rank % 64, mask=rank >= 0)
 
 
 class SharedBlocks(NamedTuple):
@@ -256,8 +264,8 @@ class SharedBlocks(NamedTuple):
     blocks: torch.Tensor
     """[Hkv, tiles, capacity, 2] int32: block, and the bits of the tile's queries that chose it. In the order in which
     the queries name them."""
-    places: torch.Tensor
-    """[Hkv, T] int32: the place among a query's blocks that its tile's partial result takes, or −1."""
+    slots: torch.Tensor
+    """[Hkv, T] int32: which of a query's partial results is its tile's, or −1."""
 
 
 class Plan(NamedTuple):
@@ -269,15 +277,15 @@ class Plan(NamedTuple):
     """
 
     entries: torch.Tensor
-    """[Hkv, T * S] int32: e = t * S + s, query t chose the block in place s."""
+    """[Hkv, T * S] int32: e = t * S + s, the s-th partial result of query t."""
     items: torch.Tensor
     """[units, capacity, 8] int32: blocks full of tokens."""
     tail_items: torch.Tensor
     """[capacity, 8] int32: the last, partly filled blocks of their requests."""
     counts: torch.Tensor
-    """[units + 1] int32: items of each unit and tail_items that exist."""
-    part_bits: torch.Tensor
-    """[Hkv, T] int64: bit s says that place s of the query has a partial result."""
+    """[units + 2] int32: items of each unit and tail_items that exist; 0, to count how many items are taken."""
+    part_counts: torch.Tensor
+    """[Hkv, T] int32: partial results of each query."""
     shared: SharedBlocks | None = None
     """What neighbours share, if asked for: it is in no item."""
 
@@ -293,13 +301,14 @@ def plan(
     align: int,
     parts: int = 1,
     tile: int = 0,
+    tile_parts: int = 1,
     warps: int = 0,
 ) -> Plan:
     """Work items of at most about `item` entries of one block, multiples of `align` where a block has more than one.
 
     Only blocks that their query sees are planned. The items of one unit stand together, roughly block by block; which
-    stands where is not determined, what a unit's items hold together is. `tile`, a power of two from 4 to 32, takes
-    out the blocks that many of so many neighbouring queries share, a partly filled one never.
+    stands where is not determined, what a unit's items hold together is. `tile`, at most 31, takes out the blocks that
+    many of so many neighbouring queries share, a partly filled one never; it is worked on in `tile_parts` parts.
     """
     num_heads, num_tokens, topk = block_ids.shape
     batch, max_blocks = block_table.shape
@@ -307,16 +316,17 @@ def plan(
     part_tokens = -(-num_tokens // parts)
     units = parts * num_heads
     num_rows = batch * max_blocks
-    # 64-bit part bits first, so that they stay aligned
-    bits, rows_end = 2 * num_heads * num_tokens, 2 * num_heads * num_tokens + units * num_rows
-    zeros = torch.zeros(rows_end + 2 * units + 1, dtype=torch.int32, device=device)
-    part_bits = zeros[:bits].view(torch.int64).view(num_heads, num_tokens)
-    row_counts, cursors = zeros[bits:rows_end], zeros[rows_end:]
+    counts_end, rows_end = num_heads * num_tokens, num_heads * num_tokens + units * num_rows
+    zeros = torch.zeros(rows_end + 2 * units + 2, dtype=torch.int32, device=device)
+    part_counts = zeros[:counts_end].view(num_heads, num_tokens)
+    row_counts, cursors = zeros[counts_end:rows_end], zeros[rows_end:]
     full = part_tokens * topk // item + min(num_rows, part_tokens * topk)
     tail = num_heads * (num_tokens // item + min(batch, num_tokens) * parts)
     share_tile = tile or 16
+    padded_tile = next_power_of_2(share_tile)
+    min_shared = min(MIN_SHARED, share_tile)
     num_tiles = -(-num_tokens // share_tile) + batch - 1
-    capacity = max(1, share_tile * topk // MIN_SHARED)
+    capacity = share_tile * topk // min_shared
     ranks = torch.empty((num_heads, num_tokens * topk), dtype=torch.int32, device=device)
     entries = torch.empty_like(ranks)
     items = torch.empty((units * full + tail, 8), dtype=torch.int32, device=device)
@@ -341,7 +351,7 @@ def plan(
         *where,
         row_counts,
         ranks,
-        part_bits,
+        part_counts,
         *(shared if shared is not None else (ranks, ranks, ranks)),
         batch,
         max_blocks,
@@ -350,11 +360,13 @@ def plan(
         *strides,
         **options,
         TILE=share_tile,
-        SHARE=tile > 0,
+        TP=padded_tile,
+        PART=tile // tile_parts,
         CAPACITY=capacity,
-        MIN_SHARED=MIN_SHARED,
+        MIN_SHARE=MIN_SHARE,
+        MIN_SHARED=min_shared,
         MIN_BLOCKS=MIN_BLOCKS,
-        num_warps=warps or max(1, min(4, share_tile * padded // 256)),
+        num_warps=warps or max(1, min(4, padded_tile * padded // 256)),
     )
     rows = 256
     _rows_kernel[(batch * -(-max_blocks // rows), units)](
@@ -396,6 +408,6 @@ def plan(
         items[: units * full].view(units, full, 8),
         items[units * full :],
         cursors[units:],
-        part_bits,
+        part_counts,
         shared,
     )

@@ -165,11 +165,12 @@ def _bitonic_stage(x, K: tl.constexpr, J: tl.constexpr):
 
 
 @triton.jit
-def _merge(top, x, LOG: tl.constexpr):
-    """The largest 2^LOG of `top`, descending, and x, in any order, both of 2^LOG elements."""
-    for k in tl.static_range(LOG):
-        for j in tl.static_range(k + 1):
-            x = _bitonic_stage(x, 2 << k, 1 << (k - j))
+def _merge(top, x, LOG: tl.constexpr, IS_SORTED: tl.constexpr):
+    """The largest 2^LOG of `top`, descending, and x, descending too or in any order, both of 2^LOG elements."""
+    if not IS_SORTED:
+        for k in tl.static_range(LOG):
+            for j in tl.static_range(k + 1):
+                x = _bitonic_stage(x, 2 << k, 1 << (k - j))
     kept = ()
     for i in tl.static_range(len(x)):
         kept = kept + (tl.maximum(top[i], x[(1 << LOG) - 1 - i]),)
@@ -227,7 +228,7 @@ def _choose(
         xs = ()
         for u in tl.static_range(UNROLL):
             xs = xs + (_scores_of(scores, start + u, count, ROWS),)
-        top = _merge(top, xs, LOG)
+        top = _merge(top, xs, LOG, False)
     if SEGMENTS > 1:
         # each segment's list through scratch, then every row's k-th largest of all lists
         place = segment * (UNROLL * R) + tl.arange(0, R)[:, None]
@@ -240,7 +241,7 @@ def _choose(
             xs = ()
             for u in tl.static_range(UNROLL):
                 xs = xs + (tl.load(lists + (i * UNROLL + u) * R + tl.arange(0, R)[:, None]),)
-            merged = _merge(merged, xs, LOG)
+            merged = _merge(merged, xs, LOG, True)
         threshold = merged[K - 1]
         above = tl.zeros([R, SEGMENTS], tl.int32)
         equal = tl.zeros([R, SEGMENTS], tl.int32)
@@ -539,6 +540,7 @@ def select_blocks(
     # PyTorch's ranking holds the scores several times more, as 64-bit keys
     scratch = SCRATCH_BYTES // 8 if is_ranked else SCRATCH_BYTES
     chunk = max(1, min(total_tiles, scratch // (num_blocks * rows * 4)))
+    chunk = -(-total_tiles // -(-total_tiles // chunk))
     scores = torch.empty((chunk, num_blocks, rows), dtype=torch.float32, device=index_q.device)
     group, group_scores, groups = 1, scores, tiles
     if topk > local_blocks and num_blocks >= MIN_GROUPED and not is_ranked:

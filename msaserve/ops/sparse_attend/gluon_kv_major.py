@@ -27,8 +27,9 @@ from msaserve.ops.combine.triton import launch as launch_combine
 from msaserve.ops.gluon_tma import descriptor, layout, tma_load
 from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.remap.plan_triton import Plan
+from msaserve.ops.select_attend.gluon_words import wait_for_launch_before
 from msaserve.ops.sparse_attend import triton_kv_major
-from msaserve.ops.sparse_attend.gluon_shared import attend_shared, fetch_block, widen
+from msaserve.ops.sparse_attend.gluon_shared import PARTS, attend_shared, fetch_block, widen
 from msaserve.ops.sparse_attend.triton_kv_major import Batch
 
 ROWS = 64
@@ -56,6 +57,30 @@ def _advance(counts, it, unit, begin, end, last):
 
 
 @gluon.jit
+def _take(counts, units):
+    """The next item that no program has taken."""
+    return gl.atomic_add(counts + units + 1, 1, sem="relaxed")
+
+
+@gluon.jit
+def _tell(it, turn, taken, taken_full, taken_empty, NUM_WARPS: gl.constexpr):
+    """The program's item of a turn to its warpgroups."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    mbarrier.wait(taken_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
+    taken.index(turn % 2).store(gl.full([1], it, gl.int32, layout=one))
+    mbarrier.arrive(taken_full.index(turn % 2), count=1)
+
+
+@gluon.jit
+def _hear(turn, taken, taken_full, taken_empty):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(taken_full.index(turn % 2), (turn // 2) & 1)
+    it = gl.max(taken.index(turn % 2).load(one), 0)
+    mbarrier.arrive(taken_empty.index(turn % 2), count=1)
+    return it
+
+
+@gluon.jit
 def _entries_at(own, at, hi, QT: gl.constexpr):
     entries = ()
     for e in gl.static_range(QT):
@@ -64,50 +89,66 @@ def _entries_at(own, at, hi, QT: gl.constexpr):
 
 
 @gluon.jit
+def _fetch_queries(
+    q, own, lo, hi, first, tiles, done, ahead, q_smem, q_full, q_empty, head,
+    S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """An item's tiles from `first` on, which has the entries `ahead`; returns those of the tile after the last."""
+    HALVES: gl.constexpr = D // 64
+    QT: gl.constexpr = ROWS // G
+    for tile in range(first, tiles):
+        now = ahead
+        ahead = _entries_at(own, lo + (tile + 1) * QT, hi, QT)
+        slot = (done + tile) % SLOTS
+        mbarrier.wait(q_empty.index(slot), (((done + tile) // SLOTS) & 1) ^ 1)
+        mbarrier.expect(q_full.index(slot), 2 * ROWS * D)
+        for e in gl.static_range(QT):
+            row = (now[e] // S * HKV + head) * G
+            for half in gl.static_range(HALVES):
+                tma_load(
+                    q,
+                    [row, half * 64],
+                    q_full.index(slot),
+                    q_smem.index(slot * HALVES + half).slice(e * G, G, dim=0),
+                )
+    return ahead
+
+
+@gluon.jit
 def _fetch(
     q, k_cache, v_cache, entries, items, counts, capacity, units, k_to, v_to, q_smem,
-    kv_full, kv_empty, q_full, q_empty, T,
+    taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, T,
     S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     ROWS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    HALVES: gl.constexpr = D // 64
+    NUM_WARPS: gl.constexpr = 1
     QT: gl.constexpr = ROWS // G
     done = 0
     turn = 0
     unit = 0
     begin = 0
-    first = gl.program_id(0)
-    step = gl.num_programs(0)
     total = _total(counts, units)
-    if first < total:
+    it = _take(counts, units)
+    _tell(it, turn, taken, taken_full, taken_empty, NUM_WARPS)
+    if it < total:
         # everything about an item is loaded one item ahead, everything about a tile one tile ahead
-        unit, begin, end, index = _advance(counts, first, unit, begin, gl.load(counts), total - 1)
+        unit, begin, end, index = _advance(counts, it, unit, begin, gl.load(counts), total - 1)
         item = items + (unit * capacity + index) * 8
         head, page, lo, hi = gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
-        for it in range(first, total, step):
+        while it < total:
             fetch_block(k_cache, v_cache, page, head, turn, k_to, v_to, kv_full, kv_empty, D, BLOCK, 2, 2)
-            unit, begin, end, index = _advance(counts, it + step, unit, begin, end, total - 1)
+            it = _take(counts, units)
+            _tell(it, turn + 1, taken, taken_full, taken_empty, NUM_WARPS)
+            unit, begin, end, index = _advance(counts, it, unit, begin, end, total - 1)
             item = items + (unit * capacity + index) * 8
             next_head, next_page = gl.load(item), gl.load(item + 1)
             next_lo, next_hi = gl.load(item + 2), gl.load(item + 3)
             own = entries + head.to(gl.int64) * T * S
             tiles = (hi - lo + QT - 1) // QT
             ahead = _entries_at(own, lo, hi, QT)
-            for tile in range(tiles):
-                now = ahead
-                ahead = _entries_at(own, lo + (tile + 1) * QT, hi, QT)
-                slot = (done + tile) % SLOTS
-                mbarrier.wait(q_empty.index(slot), (((done + tile) // SLOTS) & 1) ^ 1)
-                mbarrier.expect(q_full.index(slot), 2 * ROWS * D)
-                for e in gl.static_range(QT):
-                    row = (now[e] // S * HKV + head) * G
-                    for half in gl.static_range(HALVES):
-                        tma_load(
-                            q,
-                            [row, half * 64],
-                            q_full.index(slot),
-                            q_smem.index(slot * HALVES + half).slice(e * G, G, dim=0),
-                        )
+            _fetch_queries(
+                q, own, lo, hi, 0, tiles, done, ahead, q_smem, q_full, q_empty, head, S, HKV, G, D, ROWS, SLOTS
+            )
             done += tiles
             turn += 1
             head, page, lo, hi = next_head, next_page, next_lo, next_hi
@@ -166,7 +207,7 @@ def _store(o, gain, place, partial_out, D: gl.constexpr, out_layout: gl.constexp
 @gluon.jit
 def _attend(
     entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale,
-    k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T,
+    k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T,
     S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
     SLOTS: gl.constexpr, WGS: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
@@ -191,15 +232,15 @@ def _attend(
     turn = 0
     unit = 0
     begin = 0
-    first = gl.program_id(0)
-    step = gl.num_programs(0)
     count = _total(counts, units)
-    if first < count:
-        unit, begin, end, index = _advance(counts, first, unit, begin, gl.load(counts), count - 1)
+    it = _hear(turn, taken, taken_full, taken_empty)
+    if it < count:
+        unit, begin, end, index = _advance(counts, it, unit, begin, gl.load(counts), count - 1)
         item = items + (unit * capacity + index) * 8
         head, lo, hi, shift = gl.load(item), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
-        for it in range(first, count, step):
-            unit, begin, end, index = _advance(counts, it + step, unit, begin, end, count - 1)
+        while it < count:
+            it = _hear(turn + 1, taken, taken_full, taken_empty)
+            unit, begin, end, index = _advance(counts, it, unit, begin, end, count - 1)
             item = items + (unit * capacity + index) * 8
             next_head, next_lo = gl.load(item), gl.load(item + 2)
             next_hi, next_shift = gl.load(item + 3), gl.load(item + 4)
@@ -216,7 +257,6 @@ def _attend(
             for tile in range((WG + WGS - done % WGS) % WGS, tiles, WGS):
                 at = lo + tile * QT
                 entry, earliest = _entries_of(own, at, hi, S, G, D, BLOCK, ROWS)
-                place = _places_of(own, at, hi, head, S, HKV, G, ROWS, out_layout)
                 slot = (done + tile) % SLOTS
                 mbarrier.wait(q_full.index(slot), ((done + tile) // SLOTS) & 1)
                 for half in gl.static_range(HALVES):
@@ -228,10 +268,15 @@ def _attend(
                         is_async=True,
                     )
                 s = warpgroup_mma_wait(0, deps=(s,))
-                mbarrier.arrive(q_empty.index(slot), count=1)
+                # each arrival waits for the whole warpgroup: late, beside the other waits, where slots are plenty
+                if SLOTS == WGS:
+                    mbarrier.arrive(q_empty.index(slot), count=1)
                 p, gain = _weigh(s, entry, earliest, at, hi, shift, partial_lse, k_scale_log2, head, S, HKV, G, D, BLOCK, ROWS, ELEMENT)  # fmt: skip
                 o = warpgroup_mma(p, v_smem.index(stage).reshape([BLOCK, D]), o, use_acc=False, is_async=True)
+                place = _places_of(own, at, hi, head, S, HKV, G, ROWS, out_layout)
                 o = warpgroup_mma_wait(0, deps=(o,))
+                if SLOTS > WGS:
+                    mbarrier.arrive(q_empty.index(slot), count=1)
                 _store(o, gain * v_gain if V_SCALES > 0 else gain, place, partial_out, D, out_layout)
             mbarrier.arrive(kv_empty.index(stage), count=1)
             done += tiles
@@ -240,47 +285,52 @@ def _attend(
 
 
 @gluon.jit
-def _attend_0(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
-    _attend(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES, 0)  # fmt: skip
+def _attend_0(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
+    _attend(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES, 0)  # fmt: skip
 
 
 @gluon.jit
-def _attend_1(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
-    _attend(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES, 1)  # fmt: skip
+def _attend_1(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
+    _attend(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES, 1)  # fmt: skip
 
 
 @gluon.jit
-def _attend_2(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
-    _attend(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES, 2)  # fmt: skip
+def _attend_2(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, WGS: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
+    _attend(entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES, 2)  # fmt: skip
 
 
 @gluon.jit
 def _fetch_and_widen(
     q, k_cache, v_cache, entries, items, counts, capacity, units, k_raw, v_raw, k_smem, v_smem, q_smem,
-    raw_full, raw_empty, kv_full, kv_empty, q_full, q_empty, T,
+    raw_full, raw_empty, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, T,
     S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
     ROWS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """What `_fetch` does, by four warps that bring K and V by way of a buffer of 8 bits."""
-    HALVES: gl.constexpr = D // 64
     QT: gl.constexpr = ROWS // G
+    NUM_WARPS: gl.constexpr = 4
     done = 0
     turn = 0
     unit = 0
     begin = 0
-    first = gl.program_id(0)
-    step = gl.num_programs(0)
     total = _total(counts, units)
-    if first < total:
-        unit, begin, end, index = _advance(counts, first, unit, begin, gl.load(counts), total - 1)
+    it = _take(counts, units)
+    _tell(it, turn, taken, taken_full, taken_empty, NUM_WARPS)
+    if it < total:
+        unit, begin, end, index = _advance(counts, it, unit, begin, gl.load(counts), total - 1)
         item = items + (unit * capacity + index) * 8
         head, page, lo, hi = gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
         fetch_block(k_cache, v_cache, page, head, turn, k_raw, v_raw, raw_full, raw_empty, D, BLOCK, 1, 1)
-        for it in range(first, total, step):
-            unit, begin, end, index = _advance(counts, it + step, unit, begin, end, total - 1)
-            item = items + (unit * capacity + index) * 8
-            next_head, next_page = gl.load(item), gl.load(item + 1)
-            next_lo, next_hi = gl.load(item + 2), gl.load(item + 3)
+        after = _take(counts, units)
+        _tell(after, turn + 1, taken, taken_full, taken_empty, NUM_WARPS)
+        unit, begin, end, index = _advance(counts, after, unit, begin, end, total - 1)
+        item = items + (unit * capacity + index) * 8
+        next_head, next_page = gl.load(item), gl.load(item + 1)
+        next_lo, next_hi = gl.load(item + 2), gl.load(item + 3)
+        while it < total:
+            own = entries + head.to(gl.int64) * T * S
+            tiles = (hi - lo + QT - 1) // QT
+            ahead = _entries_at(own, lo, hi, QT)
             stage = turn % 2
             mbarrier.wait(raw_full.index(0), turn & 1)
             mbarrier.wait(kv_empty.index(stage), ((turn // 2) & 1) ^ 1)
@@ -288,29 +338,23 @@ def _fetch_and_widen(
             fence_async_shared()
             mbarrier.arrive(raw_empty.index(0), count=1)
             mbarrier.arrive(kv_full.index(stage), count=1)
-            turn += 1
-            if it + step < total:
-                fetch_block(k_cache, v_cache, next_page, next_head, turn, k_raw, v_raw, raw_full, raw_empty, D, BLOCK, 1, 1)  # fmt: skip
-            own = entries + head.to(gl.int64) * T * S
-            tiles = (hi - lo + QT - 1) // QT
-            ahead = _entries_at(own, lo, hi, QT)
-            for tile in range(tiles):
-                now = ahead
-                ahead = _entries_at(own, lo + (tile + 1) * QT, hi, QT)
-                slot = (done + tile) % SLOTS
-                mbarrier.wait(q_empty.index(slot), (((done + tile) // SLOTS) & 1) ^ 1)
-                mbarrier.expect(q_full.index(slot), 2 * ROWS * D)
-                for e in gl.static_range(QT):
-                    row = (now[e] // S * HKV + head) * G
-                    for half in gl.static_range(HALVES):
-                        tma_load(
-                            q,
-                            [row, half * 64],
-                            q_full.index(slot),
-                            q_smem.index(slot * HALVES + half).slice(e * G, G, dim=0),
-                        )
+            if after < total:
+                fetch_block(k_cache, v_cache, next_page, next_head, turn + 1, k_raw, v_raw, raw_full, raw_empty, D, BLOCK, 1, 1)  # fmt: skip
+            early = gl.minimum(tiles, SLOTS)
+            ahead = _fetch_queries(q, own, lo, hi, 0, early, done, ahead, q_smem, q_full, q_empty, head, S, HKV, G, D, ROWS, SLOTS)  # fmt: skip
+            # the slots are full: there is time to take an item
+            now_head, now_lo, now_hi = head, lo, hi
+            head, lo, hi = next_head, next_lo, next_hi
+            it = after
+            after = _take(counts, units)
+            _tell(after, turn + 2, taken, taken_full, taken_empty, NUM_WARPS)
+            unit, begin, end, index = _advance(counts, after, unit, begin, end, total - 1)
+            item = items + (unit * capacity + index) * 8
+            next_head, next_page = gl.load(item), gl.load(item + 1)
+            next_lo, next_hi = gl.load(item + 2), gl.load(item + 3)
+            _fetch_queries(q, own, now_lo, now_hi, early, tiles, done, ahead, q_smem, q_full, q_empty, now_head, S, HKV, G, D, ROWS, SLOTS)  # fmt: skip
             done += tiles
-            head, page, lo, hi = next_head, next_page, next_lo, next_hi
+            turn += 1
 
 
 @gluon.jit(do_not_specialize=["capacity", "units", "T"])
@@ -340,6 +384,7 @@ def _attend_kernel(
     K_SCALES: gl.constexpr,
     V_SCALES: gl.constexpr,
     WIDEN: gl.constexpr,
+    PDL: gl.constexpr,
     K_LAYOUT: gl.constexpr,
     V_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,
@@ -349,11 +394,16 @@ def _attend_kernel(
     k_smem = gl.allocate_shared_memory(element, [2 * HALVES, 1, 1, BLOCK, 64], K_LAYOUT)
     v_smem = gl.allocate_shared_memory(element, [2, 1, 1, BLOCK, D], V_LAYOUT)
     q_smem = gl.allocate_shared_memory(element, [SLOTS * HALVES, ROWS, 64], q.layout)
+    taken = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    taken_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
+        mbarrier.init(taken_full.index(i), count=1)
+        mbarrier.init(taken_empty.index(i), count=WGS)
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=WGS)
     for i in gl.static_range(SLOTS):
@@ -368,10 +418,10 @@ def _attend_kernel(
         mbarrier.init(raw_empty.index(0), count=1)
         gl.warp_specialize(
             [
-                (_attend_0, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
-                (_attend_1, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
-                (_attend_2, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
-                (_fetch_and_widen, (q, k_cache, v_cache, entries, items, counts, capacity, units, k_raw, v_raw, k_smem, v_smem, q_smem, raw_full, raw_empty, kv_full, kv_empty, q_full, q_empty, T, S, HKV, G, D, BLOCK, ROWS, SLOTS)),
+                (_attend_0, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
+                (_attend_1, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
+                (_attend_2, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
+                (_fetch_and_widen, (q, k_cache, v_cache, entries, items, counts, capacity, units, k_raw, v_raw, k_smem, v_smem, q_smem, raw_full, raw_empty, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, T, S, HKV, G, D, BLOCK, ROWS, SLOTS)),
             ],
             [4, 4, 4],
             [160, 160, 32],
@@ -379,14 +429,17 @@ def _attend_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend_0, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
-                (_attend_1, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
-                (_attend_2, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
-                (_fetch, (q, k_cache, v_cache, entries, items, counts, capacity, units, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, T, S, HKV, G, D, BLOCK, ROWS, SLOTS)),
+                (_attend_0, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
+                (_attend_1, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
+                (_attend_2, (entries, items, counts, capacity, units, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, scale_log2, T, S, HKV, G, D, BLOCK, ROWS, SLOTS, WGS, K_SCALES, V_SCALES)),
+                (_fetch, (q, k_cache, v_cache, entries, items, counts, capacity, units, k_smem, v_smem, q_smem, taken, taken_full, taken_empty, kv_full, kv_empty, q_full, q_empty, T, S, HKV, G, D, BLOCK, ROWS, SLOTS)),
             ],
             [4, 4, 1],
             [160, 160, 32],
         )  # fmt: skip
+    if PDL:
+        # whoever waits for this launch has waited for the one before
+        wait_for_launch_before()
 
 
 def why_not(
@@ -447,11 +500,13 @@ def finish(batch: Batch, work: Plan) -> None:
         K_SCALES=0 if batch.k_scale is None else batch.k_scale.numel(),
         V_SCALES=0 if batch.v_scale is None else batch.v_scale.numel(),
         WIDEN=is_narrow,
+        PDL=work.shared is not None,
         K_LAYOUT=layout((1, 1, block_size, 64), q.dtype),
         V_LAYOUT=layout((1, 1, block_size, dim), q.dtype),
         num_warps=4,
+        launch_pdl=work.shared is not None,
     )
-    launch_combine(batch.partial_out, batch.partial_lse, batch.out, None, work.part_bits)
+    launch_combine(batch.partial_out, batch.partial_lse, batch.out, None, work.part_counts)
 
 
 def sparse_attend(
@@ -470,7 +525,8 @@ def sparse_attend(
         k_cache,
         v_cache,
         *args,
-        tile=256 * k_cache.shape[2] // q.shape[1] if share else 0,
+        tile=PARTS * ROWS * k_cache.shape[2] // q.shape[1] if share else 0,
+        tile_parts=PARTS,
         finish=finish,
         **options,
     )

@@ -1,7 +1,7 @@
 """Attention with the blocks that neighbouring queries share, on Hopper: no partial output for each block.
 
-A tile is 256 rows: neighbouring queries times the group. A fetching warp brings the tile's queries and, block after
-block, K and V; two warpgroups keep two running softmaxes of 64 rows each in registers. A block that none of 64 rows
+A tile is 192 rows: neighbouring queries times the group. A fetching warp brings the tile's queries and, block after
+block, K and V; three warpgroups keep a running softmax of 64 rows each in registers. A block that none of 64 rows
 chose costs them nothing, one that only some chose is masked for the others. Each query's result leaves once, as the
 partial output of the first of its shared places (`remap.plan_triton.SharedBlocks`). Caches of 8 bits pass through a
 warpgroup that widens them.
@@ -25,10 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from msaserve.ops.gluon_tma import descriptor, layout, tma_load
 from msaserve.ops.remap.plan_triton import SharedBlocks
+from msaserve.ops.select_attend.gluon_words import let_next_start
 from msaserve.ops.sparse_attend.triton_kv_major import Batch
 
 ROWS = 64
-"""Rows of one running softmax; a tile has four."""
+"""Rows of one running softmax."""
+PARTS = 3
+"""Running softmaxes of a tile, each a warpgroup's."""
 
 
 @gluon.jit
@@ -45,16 +48,17 @@ def fetch_block(
 
 
 @gluon.jit
-def _fetch_queries(q, token, head, turn, q_smem, q_full, q_empty, G: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr):
-    for part in gl.static_range(4):
-        mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
-        mbarrier.expect(q_full.index(part), 2 * ROWS * D)
+def _fetch_queries(q, token, head, turn, q_smem, q_full, q_empty, G: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, Q_STAGES: gl.constexpr):  # fmt: skip
+    for part in gl.static_range(PARTS):
+        at = turn % Q_STAGES * PARTS + part
+        mbarrier.wait(q_empty.index(at), ((turn // Q_STAGES) & 1) ^ 1)
+        mbarrier.expect(q_full.index(at), 2 * ROWS * D)
         for half in gl.static_range(D // 64):
             tma_load(
                 q,
                 [token + part * (ROWS // G), head * G, half * 64],
-                q_full.index(part),
-                q_smem.index(part * (D // 64) + half),
+                q_full.index(at),
+                q_smem.index(at * (D // 64) + half),
             )
 
 
@@ -62,8 +66,8 @@ def _fetch_queries(q, token, head, turn, q_smem, q_full, q_empty, G: gl.constexp
 def _fetch(
     q, k_cache, v_cache, block_table, tiles, blocks, k_to, v_to, q_smem, kv_full, kv_empty, q_full, q_empty,
     num_tiles, total, stride_bt,
-    G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr,
-    STAGES: gl.constexpr, CACHE_BYTES: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr,
+    Q_STAGES: gl.constexpr, CAPACITY: gl.constexpr, STAGES: gl.constexpr, CACHE_BYTES: gl.constexpr,
 ):  # fmt: skip
     done = 0
     turn = 0
@@ -78,7 +82,7 @@ def _fetch(
             # K and V first: their buffers are free before the last tile's queries are
             fetch_block(k_cache, v_cache, page, head, done, k_to, v_to, kv_full, kv_empty, D, BLOCK, STAGES, CACHE_BYTES)  # fmt: skip
             page = gl.load(pages + gl.load(own + gl.minimum(1, count - 1) * 2))
-            _fetch_queries(q, token, head, turn, q_smem, q_full, q_empty, G, D, ROWS)
+            _fetch_queries(q, token, head, turn, q_smem, q_full, q_empty, G, D, ROWS, PARTS, Q_STAGES)
             for i in range(1, count):
                 fetch_block(k_cache, v_cache, page, head, done + i, k_to, v_to, kv_full, kv_empty, D, BLOCK, STAGES, CACHE_BYTES)  # fmt: skip
                 page = gl.load(pages + gl.load(own + gl.minimum(i + 1, count - 1) * 2))
@@ -104,7 +108,8 @@ def widen(k_raw, v_raw, k_smem, v_smem, stage, D: gl.constexpr, BLOCK: gl.conste
 def _fetch_and_widen(
     q, k_cache, v_cache, block_table, tiles, blocks, k_raw, v_raw, k_smem, v_smem, q_smem,
     raw_full, raw_empty, kv_full, kv_empty, q_full, q_empty, num_tiles, total, stride_bt,
-    G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr,
+    Q_STAGES: gl.constexpr, CAPACITY: gl.constexpr,
 ):  # fmt: skip
     """What `_fetch` does, by four warps that bring K and V by way of a buffer of 8 bits."""
     done = 0
@@ -118,7 +123,7 @@ def _fetch_and_widen(
             own = blocks + it.to(gl.int64) * (CAPACITY * 2)
             page = gl.load(pages + gl.load(own))
             fetch_block(k_cache, v_cache, page, head, done, k_raw, v_raw, raw_full, raw_empty, D, BLOCK, 1, 1)
-            _fetch_queries(q, token, head, turn, q_smem, q_full, q_empty, G, D, ROWS)
+            _fetch_queries(q, token, head, turn, q_smem, q_full, q_empty, G, D, ROWS, PARTS, Q_STAGES)
             for i in range(count):
                 page = gl.load(pages + gl.load(own + gl.minimum(i + 1, count - 1) * 2))
                 stage = (done + i) % 2
@@ -136,8 +141,8 @@ def _fetch_and_widen(
 
 @gluon.jit
 def _step(
-    q_smem, k_smem, v_smem, stage, q_empty, is_last, bits, first, o, top, total, scale_log2,
-    PART: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
+    q_smem, k_smem, v_smem, stage, at, bits, first, o, top, total, scale_log2,
+    G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """One block for 64 rows. `first`: position of their first query, counted from the block's first slot."""
     HALVES: gl.constexpr = D // 64
@@ -147,14 +152,13 @@ def _step(
     s = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma_s)
     for half in gl.static_range(HALVES):
         s = warpgroup_mma(
-            q_smem.index(PART * HALVES + half).reshape([ROWS, 64]),
+            q_smem.index(at * HALVES + half).reshape([ROWS, 64]),
             k_smem.index(stage * HALVES + half).reshape([BLOCK, 64]).permute((1, 0)),
             s,
             use_acc=half > 0,
             is_async=True,
         )
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(q_empty.index(PART), count=1, pred=is_last)
     if (bits != (1 << (ROWS // G)) - 1) | (first < BLOCK - 1):
         query = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_s)) // G
         key = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma_s))
@@ -175,7 +179,7 @@ def _step(
 
 @gluon.jit
 def _store(
-    o, top, total, gain, places, partial_out, partial_lse, head, token, end, T,
+    o, top, total, gain, slots, partial_out, partial_lse, head, token, end, T,
     S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     mma_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
@@ -189,28 +193,29 @@ def _store(
     )  # fmt: skip
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_s))
     t = token + row // G
-    place = gl.load(places + head.to(gl.int64) * T + t, mask=t < end, other=-1)
-    pair = t.to(gl.int64) * (HKV * S) + head * S + place
-    gl.store(partial_lse + pair * G + row % G, (top + gl.log2(total)) * 0.6931471805599453, mask=place >= 0)
+    slot = gl.load(slots + head.to(gl.int64) * T + t, mask=t < end, other=-1)
+    pair = t.to(gl.int64) * (HKV * S) + head * S + slot
+    gl.store(partial_lse + pair * G + row % G, (top + gl.log2(total)) * 0.6931471805599453, mask=slot >= 0)
     scaled = o * gl.convert_layout(gain / gl.where(total > 0, total, 1.0), gl.SliceLayout(1, mma_o))[:, None]
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, out_layout))
     t = token + row // G
-    place = gl.load(places + head.to(gl.int64) * T + t, mask=t < end, other=-1)
-    pair = t.to(gl.int64) * (HKV * S) + head * S + place
+    slot = gl.load(slots + head.to(gl.int64) * T + t, mask=t < end, other=-1)
+    pair = t.to(gl.int64) * (HKV * S) + head * S + slot
     gl.store(
         partial_out + (pair * G + row % G)[:, None] * D + column[None, :],
         gl.convert_layout(scaled.to(partial_out.dtype.element_ty), out_layout),
-        mask=(place >= 0)[:, None],
+        mask=(slot >= 0)[:, None],
     )
 
 
 @gluon.jit
 def _attend(
-    seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale,
+    seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale,
     k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T,
     S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    ROWS: gl.constexpr, CAPACITY: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr, WG: gl.constexpr,
+    ROWS: gl.constexpr, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, CAPACITY: gl.constexpr,
+    K_SCALES: gl.constexpr, V_SCALES: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     QT: gl.constexpr = ROWS // G
     mma_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
@@ -222,22 +227,19 @@ def _attend(
         count = gl.load(tiles + it * 4 + 3)
         if count > 0:
             request = gl.load(tiles + it * 4)
-            token = gl.load(tiles + it * 4 + 1)
+            token = gl.load(tiles + it * 4 + 1) + PART * QT
             end = gl.load(tiles + it * 4 + 2)
             head = it // num_tiles
             position = gl.load(seq_lens + request) - gl.load(cu_query_lens + request + 1) + token
-            top_a = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, mma_s))
-            top_b = top_a
-            total_a = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, mma_s))
-            total_b = total_a
-            o_a = gl.zeros([ROWS, D], gl.float32, layout=mma_o)
-            o_b = gl.zeros([ROWS, D], gl.float32, layout=mma_o)
+            top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, mma_s))
+            sums = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, mma_s))
+            o = gl.zeros([ROWS, D], gl.float32, layout=mma_o)
             own = blocks + it.to(gl.int64) * (CAPACITY * 2)
             scale_log2_k = scale_log2
             if K_SCALES > 0:
                 scale_log2_k *= gl.load(k_scale + (head if K_SCALES > 1 else 0))
-            mbarrier.wait(q_full.index(2 * WG), turn & 1)
-            mbarrier.wait(q_full.index(2 * WG + 1), turn & 1)
+            at = turn % Q_STAGES * PARTS + PART
+            mbarrier.wait(q_full.index(at), (turn // Q_STAGES) & 1)
             n = gl.load(own)
             queries = gl.load(own + 1)
             for i in range(count):
@@ -245,45 +247,38 @@ def _attend(
                 next_n = gl.load(ahead)
                 next_queries = gl.load(ahead + 1)
                 stage = (done + i) % 2
-                first = position - n * BLOCK
-                bits_a = (queries >> (2 * WG * QT)) & FULL
-                bits_b = (queries >> ((2 * WG + 1) * QT)) & FULL
+                bits = (queries >> (PART * QT)) & FULL
                 mbarrier.wait(kv_full.index(stage), ((done + i) // 2) & 1)
-                is_last = i == count - 1
-                if bits_a != 0:
-                    o_a, top_a, total_a = _step(
-                        q_smem, k_smem, v_smem, stage, q_empty, is_last, bits_a, first + 2 * WG * QT,
-                        o_a, top_a, total_a, scale_log2_k, 2 * WG, G, D, BLOCK, ROWS,
+                if bits != 0:
+                    o, top, sums = _step(
+                        q_smem, k_smem, v_smem, stage, at, bits, position - n * BLOCK,
+                        o, top, sums, scale_log2_k, G, D, BLOCK, ROWS,
                     )  # fmt: skip
-                else:
-                    mbarrier.arrive(q_empty.index(2 * WG), count=1, pred=is_last)
-                if bits_b != 0:
-                    o_b, top_b, total_b = _step(
-                        q_smem, k_smem, v_smem, stage, q_empty, is_last, bits_b, first + (2 * WG + 1) * QT,
-                        o_b, top_b, total_b, scale_log2_k, 2 * WG + 1, G, D, BLOCK, ROWS,
-                    )  # fmt: skip
-                else:
-                    mbarrier.arrive(q_empty.index(2 * WG + 1), count=1, pred=is_last)
                 mbarrier.arrive(kv_empty.index(stage), count=1)
                 n = next_n
                 queries = next_queries
+            mbarrier.arrive(q_empty.index(at), count=1)
             gain = 1.0
             if V_SCALES > 0:
                 gain = gl.load(v_scale + (head if V_SCALES > 1 else 0))
-            _store(o_a, top_a, total_a, gain, places, partial_out, partial_lse, head, token + 2 * WG * QT, end, T, S, HKV, G, D, BLOCK, ROWS)  # fmt: skip
-            _store(o_b, top_b, total_b, gain, places, partial_out, partial_lse, head, token + (2 * WG + 1) * QT, end, T, S, HKV, G, D, BLOCK, ROWS)  # fmt: skip
+            _store(o, top, sums, gain, slots, partial_out, partial_lse, head, token, end, T, S, HKV, G, D, BLOCK, ROWS)
             done += count
             turn += 1
 
 
 @gluon.jit
-def _attend_0(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
-    _attend(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, K_SCALES, V_SCALES, 0)  # fmt: skip
+def _attend_0(seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, CAPACITY: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
+    _attend(seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, PARTS, Q_STAGES, CAPACITY, K_SCALES, V_SCALES, 0)  # fmt: skip
 
 
 @gluon.jit
-def _attend_1(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, CAPACITY: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
-    _attend(seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, K_SCALES, V_SCALES, 1)  # fmt: skip
+def _attend_1(seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, CAPACITY: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
+    _attend(seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, PARTS, Q_STAGES, CAPACITY, K_SCALES, V_SCALES, 1)  # fmt: skip
+
+
+@gluon.jit
+def _attend_2(seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, CAPACITY: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr):  # fmt: skip
+    _attend(seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, PARTS, Q_STAGES, CAPACITY, K_SCALES, V_SCALES, 2)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "total", "T"])
@@ -296,7 +291,7 @@ def _shared_kernel(
     cu_query_lens,
     tiles,
     blocks,
-    places,
+    slots,
     partial_out,
     partial_lse,
     k_scale,
@@ -312,6 +307,8 @@ def _shared_kernel(
     D: gl.constexpr,
     BLOCK: gl.constexpr,
     ROWS: gl.constexpr,
+    PARTS: gl.constexpr,
+    Q_STAGES: gl.constexpr,
     CAPACITY: gl.constexpr,
     K_SCALES: gl.constexpr,
     V_SCALES: gl.constexpr,
@@ -320,19 +317,21 @@ def _shared_kernel(
     V_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
+    # the work items' programs start where these end: they read nothing that these write
+    let_next_start()
     HALVES: gl.constexpr = D // 64
     element: gl.constexpr = partial_out.dtype.element_ty
     k_smem = gl.allocate_shared_memory(element, [2 * HALVES, 1, 1, BLOCK, 64], K_LAYOUT)
     v_smem = gl.allocate_shared_memory(element, [2, 1, 1, BLOCK, D], V_LAYOUT)
-    q_smem = gl.allocate_shared_memory(element, [4 * HALVES, ROWS // G, G, 64], q.layout)
+    q_smem = gl.allocate_shared_memory(element, [Q_STAGES * PARTS * HALVES, ROWS // G, G, 64], q.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * PARTS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * PARTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=2)
-    for i in gl.static_range(4):
+        mbarrier.init(kv_empty.index(i), count=PARTS)
+    for i in gl.static_range(Q_STAGES * PARTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     if WIDEN:
@@ -344,31 +343,34 @@ def _shared_kernel(
         mbarrier.init(raw_empty.index(0), count=1)
         gl.warp_specialize(
             [
-                (_attend_0, (seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, K_SCALES, V_SCALES)),
-                (_attend_1, (seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, K_SCALES, V_SCALES)),
-                (_fetch_and_widen, (q, k_cache, v_cache, block_table, tiles, blocks, k_raw, v_raw, k_smem, v_smem, q_smem, raw_full, raw_empty, kv_full, kv_empty, q_full, q_empty, num_tiles, total, stride_bt, G, D, BLOCK, ROWS, CAPACITY)),
+                (_attend_0, (seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, PARTS, Q_STAGES, CAPACITY, K_SCALES, V_SCALES)),
+                (_attend_1, (seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, PARTS, Q_STAGES, CAPACITY, K_SCALES, V_SCALES)),
+                (_attend_2, (seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, PARTS, Q_STAGES, CAPACITY, K_SCALES, V_SCALES)),
+                (_fetch_and_widen, (q, k_cache, v_cache, block_table, tiles, blocks, k_raw, v_raw, k_smem, v_smem, q_smem, raw_full, raw_empty, kv_full, kv_empty, q_full, q_empty, num_tiles, total, stride_bt, G, D, BLOCK, ROWS, PARTS, Q_STAGES, CAPACITY)),
             ],
-            [4, 4],
-            [232, 40],
+            [4, 4, 4],
+            [160, 160, 32],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_attend_0, (seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, K_SCALES, V_SCALES)),
-                (_attend_1, (seq_lens, cu_query_lens, tiles, blocks, places, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, CAPACITY, K_SCALES, V_SCALES)),
-                (_fetch, (q, k_cache, v_cache, block_table, tiles, blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, num_tiles, total, stride_bt, G, D, BLOCK, ROWS, CAPACITY, 2, 2)),
+                (_attend_0, (seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, PARTS, Q_STAGES, CAPACITY, K_SCALES, V_SCALES)),
+                (_attend_1, (seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, PARTS, Q_STAGES, CAPACITY, K_SCALES, V_SCALES)),
+                (_attend_2, (seq_lens, cu_query_lens, tiles, blocks, slots, partial_out, partial_lse, k_scale, v_scale, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, scale_log2, num_tiles, total, T, S, HKV, G, D, BLOCK, ROWS, PARTS, Q_STAGES, CAPACITY, K_SCALES, V_SCALES)),
+                (_fetch, (q, k_cache, v_cache, block_table, tiles, blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, q_empty, num_tiles, total, stride_bt, G, D, BLOCK, ROWS, PARTS, Q_STAGES, CAPACITY, 2, 2)),
             ],
-            [4, 1],
-            [232, 40],
+            [4, 4, 1],
+            [160, 160, 32],
         )  # fmt: skip
 
 
 def attend_shared(batch: Batch, shared: SharedBlocks) -> None:
-    """Partial outputs of what tiles of 256 / G queries share. What `gluon_kv_major.why_not` asks for is met."""
+    """Partial outputs of what tiles of PARTS * 64 / G queries share. What `gluon_kv_major.why_not` asks for is met."""
     num_tokens, num_kv_heads, topk, group, dim = batch.partial_out.shape
     block_size = batch.k_cache.shape[1]
     num_tiles, capacity = shared.blocks.shape[1:3]
     total = num_kv_heads * num_tiles
+    is_narrow = batch.k_cache.itemsize == 1
     workers = torch.cuda.get_device_properties(batch.q.device).multi_processor_count
     _shared_kernel[(min(total, workers),)](
         descriptor(batch.q, (ROWS // group, group, 64)),
@@ -379,7 +381,7 @@ def attend_shared(batch: Batch, shared: SharedBlocks) -> None:
         batch.cu_query_lens,
         shared.tiles,
         shared.blocks,
-        shared.places,
+        shared.slots,
         batch.partial_out,
         batch.partial_lse,
         batch.k_scale if batch.k_scale is not None else batch.partial_lse,
@@ -395,10 +397,12 @@ def attend_shared(batch: Batch, shared: SharedBlocks) -> None:
         D=dim,
         BLOCK=block_size,
         ROWS=ROWS,
+        PARTS=PARTS,
+        Q_STAGES=1 if is_narrow else 2,
         CAPACITY=capacity,
         K_SCALES=0 if batch.k_scale is None else batch.k_scale.numel(),
         V_SCALES=0 if batch.v_scale is None else batch.v_scale.numel(),
-        WIDEN=batch.k_cache.itemsize == 1,
+        WIDEN=is_narrow,
         K_LAYOUT=layout((1, 1, block_size, 64), batch.q.dtype),
         V_LAYOUT=layout((1, 1, block_size, dim), batch.q.dtype),
         num_warps=4,

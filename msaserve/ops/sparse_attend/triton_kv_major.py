@@ -231,7 +231,7 @@ def finish(batch: Batch, work: Plan) -> None:
         k_scale=batch.k_scale,
         v_scale=batch.v_scale,
     )
-    launch_combine(batch.partial_out, batch.partial_lse, batch.out, None, work.part_bits)
+    launch_combine(batch.partial_out, batch.partial_lse, batch.out, None, work.part_counts)
 
 
 def sparse_attend(
@@ -251,9 +251,10 @@ def sparse_attend(
     item: int = 128,
     parts: int = 1,
     tile: int = 0,
+    tile_parts: int = 1,
     finish: Callable[[Batch, Plan], None] = finish,
 ) -> torch.Tensor:
-    """`tile`, `parts` and `item` as `remap.plan_triton.plan` has them; `finish` is what attends with what it lists."""
+    """`item`, `parts`, `tile`, `tile_parts`: as in `remap.plan_triton.plan`; `finish` attends with what it lists."""
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, _, topk = block_ids.shape
     block_size = k_cache.shape[1]
@@ -282,6 +283,7 @@ def sparse_attend(
             align=max(1, 64 // group),
             parts=parts,
             tile=tile,
+            tile_parts=tile_parts,
         )
         some_out, some_lse = partial_out[: end - first], partial_lse[: end - first]
         batch = Batch(
@@ -302,7 +304,7 @@ def sparse_attend(
             *batch[:3],
             work.entries,
             work.tail_items,
-            work.counts[-1:],
+            work.counts[-2:],
             some_out,
             some_lse,
             scale=scale,
