@@ -178,7 +178,7 @@ class Batches(Dataset[list[Batch]]):
                 first, *others = picture.turns(rng, shown)
                 example = Example("picture", (Turn((shown.picture, *first.parts), first.reply, first.scorer), *others))
             elif skill == "video":
-                example = video.generate(rng, num_questions=2)
+                example = video.generate(rng, num_questions=2, max_seconds=stage.max_clip_seconds)
             else:
                 example = tool.generate(rng)
             sequences.append(self.writer.write(example if skill == "tool" else _with_thinking(rng, example)))

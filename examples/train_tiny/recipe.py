@@ -120,6 +120,7 @@ class Stage:
     """Pictures, clips and tool calls of a step."""
     max_picture_side: int
     """Pixels, of a square of a picture's area."""
+    max_clip_seconds: int = 16
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Recipe:
     max_position: int = 140_000
     """Up to where positions are stretched."""
     stretch_share: float = 0.6
-    short_shares: tuple[float, float, float] = (0.65, 0.13, 0.22)
+    short_shares: tuple[float, float, float] = (0.56, 0.21, 0.23)
     """Of pictures, clips and tool calls."""
     mixed_share: float = 0.35
     """Of the long texts: with a picture in the middle."""
@@ -161,15 +162,15 @@ class Recipe:
 
 FULL = Recipe(
     stages=(
-        Stage(0.22, 192, 768, is_sparse=False, num_short=256, max_picture_side=320),
-        Stage(0.24, 512, 4096, is_sparse=False, num_short=224, max_picture_side=500),
-        Stage(0.24, 1024, 6144, is_sparse=True, num_short=192, max_picture_side=1000),
-        Stage(0.30, 2048, 16384, is_sparse=True, num_short=192, max_picture_side=1000),
+        Stage(0.20, 192, 768, is_sparse=False, num_short=256, max_picture_side=320, max_clip_seconds=8),
+        Stage(0.28, 512, 4096, is_sparse=False, num_short=256, max_picture_side=500, max_clip_seconds=8),
+        Stage(0.22, 1024, 6144, is_sparse=True, num_short=208, max_picture_side=1000),
+        Stage(0.30, 2048, 16384, is_sparse=True, num_short=208, max_picture_side=1000),
     ),
-    tokens_per_step=49_152,
+    tokens_per_step=32_768,
     muon_rate=4e-3,
     adam_rate=2e-3,
-    vision_rate_share=0.4,
+    vision_rate_share=0.7,
     warm_up_steps=100,
     num_index_rows=192,
 )

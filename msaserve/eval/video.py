@@ -14,6 +14,7 @@ from msaserve.eval.picture import Drawn, draw, jitter
 from msaserve.eval.words import COLOURS, SHAPES
 
 FPS = 4
+MAX_SECONDS = 16
 TOLERANCE_S = 0.5
 
 
@@ -38,9 +39,9 @@ class GivesSecond:
         return len(numbers) == 1 and abs(float(numbers[0]) - self.second) <= TOLERANCE_S
 
 
-def generate(rng: random.Random, *, num_questions: int = 1) -> Example:
-    """A clip of 4 to 16 seconds. The change falls on a whole second, where the model's sampling has a frame."""
-    duration = rng.randint(4, 16)
+def generate(rng: random.Random, *, num_questions: int = 1, max_seconds: int = MAX_SECONDS) -> Example:
+    """A clip of 4 seconds or more. The change falls on a whole second, where the model's sampling has a frame."""
+    duration = rng.randint(4, max_seconds)
     second = rng.randint(1, duration - 1)
     first, last = rng.sample(COLOURS, 2)
     clip = _clip(rng, duration, second, first, last)
