@@ -76,13 +76,14 @@ cache = gl.float8e4nv if is_narrow else gl.bfloat16
 names = ("G", "D", "BLOCK", "BLOCK_B", "ROWS", "WGS", "STAGES", "num_warps")
 constants = dict(zip(names, (group, dim, block, 4, 64, 3, 2, 4)))
 boxes = {"q": (64 // group, group, 64), "k_cache": (1, 1, block, 64), "v_cache": (1, 1, block, dim)}
-wide = {name: gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16) for name, box in boxes.items()}
-constants |= {"K_LAYOUT": wide["k_cache"], "V_LAYOUT": wide["v_cache"]}
+half = gl.float16 if is_narrow else gl.bfloat16
+dtypes = {"q": half, "k_cache": cache, "v_cache": cache}
+layout = gl.NVMMASharedLayout.get_default_for
+constants |= {f"{x.upper()}_LAYOUT": layout(list(boxes[f"{x}_cache"]), half) for x in "kv"}
 constants |= dict.fromkeys(("SCALED_K", "SCALED_V", "WIDEN"), bool(is_narrow))
 types = {"out": "*bf16", "scale_log2": "fp32", "B": "i32", "T": "i32", "k_scale": "*fp32", "v_scale": "*fp32"}
 for name, box in boxes.items():
-    layout = wide[name] if name == "q" else gl.NVMMASharedLayout.get_default_for(list(box), cache)
-    types[name] = f"tensordesc<{'fp8e4nv' if is_narrow and name != 'q' else 'bf16'}{list(box)},{layout!r}>"
+    types[name] = f"tensordesc<{dtypes[name]}{list(box)},{layout(list(box), dtypes[name])!r}>"
 kernel = gluon_prefill._attend_kernel
 signature = {
     name: "constexpr" if name in constants else types.get(name, "i32" if name.startswith("stride") else "*i32")

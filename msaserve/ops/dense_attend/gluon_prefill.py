@@ -4,7 +4,8 @@ A program has a tile of neighbouring queries, all heads of a group, and its requ
 warp brings the queries and then K and V of block after block by TMA; each warpgroup keeps a running softmax of 64 rows
 in registers, at its own pace, so that one's exponentials run beside another's products. Where a sequence ends inside a
 block, the warp clears the values after the end, which no weight of 0 would silence if they are NaN. K and V of 8 bits
-come by way of a buffer of their own, from which four fetching warps widen them.
+come by way of buffers of their own, from which four fetching warps widen them to float16, for two values an instruction;
+queries become float16 too.
 """
 
 # Argument lists that Triton must see written out are longer than a line.
@@ -27,7 +28,7 @@ from msaserve.ops.dense_attend import triton_prefill
 from msaserve.ops.gluon_tma import descriptor, layout, tma_load
 from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.sparse_attend.decode_triton import LOG2_E, head_step
-from msaserve.ops.sparse_attend.gluon_shared import fetch_block, widen
+from msaserve.ops.sparse_attend.gluon_shared import fetch_block
 from msaserve.ops.triton_ragged import next_power_of_2
 
 ROWS = 64
@@ -105,27 +106,68 @@ def _fetch(
 
 
 @gluon.jit
+def _fetch_raw(cache, page, head, at, raw, raw_full, raw_empty, D: gl.constexpr, BLOCK: gl.constexpr, PIECES: gl.constexpr):  # fmt: skip
+    """A block's K in pieces of 64 columns, or its V as one, into a buffer of 8 bits."""
+    mbarrier.wait(raw_empty, (at & 1) ^ 1)
+    mbarrier.expect(raw_full, BLOCK * D)
+    for piece in gl.static_range(PIECES):
+        tma_load(cache, [page, head, 0, piece * 64], raw_full, raw.index(piece))
+
+
+@gluon.jit
+def _widen(raw, to, COLUMNS: gl.constexpr, BLOCK: gl.constexpr):
+    """From 8 bits to 16, 32 rows at a time, by four warps."""
+    own: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [4, 1], [1, 0])
+    for part in gl.static_range(BLOCK // 32):
+        values = raw.reshape([BLOCK, COLUMNS]).slice(part * 32, 32, dim=0).load(own)
+        to.reshape([BLOCK, COLUMNS]).slice(part * 32, 32, dim=0).store(values.to(to.dtype))
+
+
+@gluon.jit
 def _fetch_and_widen(
-    q, k_cache, v_cache, table, first, head, num_blocks, filled, k_raw, v_raw, k_smem, v_smem, q_smem, raw_full, raw_empty, kv_full, kv_empty, q_full,
+    q, k_cache, v_cache, table, first, head, num_blocks, filled, k_raw, v_raw, k_smem, v_smem, q_smem,
+    k_raw_full, k_raw_empty, v_raw_full, v_raw_empty, q_raw_full, kv_full, kv_empty, q_full,
     G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr,
+    CONVERT: gl.constexpr,
 ):  # fmt: skip
-    """What `_fetch` does, by four warps that bring K and V by way of a buffer of 8 bits."""
+    """What `_fetch` does, by four warps that bring K and V by way of a buffer of 8 bits each; all become float16."""
+    HALVES: gl.constexpr = D // 64
     if num_blocks > 0:
-        _fetch_queries(q, first, head, q_smem, q_full, G, D, ROWS, WGS)
-        fetch_block(k_cache, v_cache, gl.load(table), head, 0, k_raw, v_raw, raw_full, raw_empty, D, BLOCK, 1, 1)
+        page = gl.load(table)
+        _fetch_raw(k_cache, page, head, 0, k_raw, k_raw_full, k_raw_empty, D, BLOCK, HALVES)
+        _fetch_raw(v_cache, page, head, 0, v_raw, v_raw_full, v_raw_empty, D, BLOCK, 1)
+        if CONVERT:
+            # The bits of bfloat16 come as if they were float16.
+            _fetch_queries(q, first, head, q_smem, q_raw_full, G, D, ROWS, WGS)
+            own: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            for wg in gl.static_range(WGS):
+                mbarrier.wait(q_raw_full.index(wg), 0)
+                for half in gl.static_range(HALVES):
+                    queries = q_smem.index(wg * HALVES + half).reshape([ROWS, 64])
+                    queries.store(queries.load(own).to(gl.bfloat16, bitcast=True).to(gl.float16))
+                fence_async_shared()
+                mbarrier.arrive(q_full.index(wg), count=1)
+        else:
+            _fetch_queries(q, first, head, q_smem, q_full, G, D, ROWS, WGS)
         for n in range(num_blocks):
             page = gl.load(table + gl.minimum(n + 1, num_blocks - 1))
             stage = n % STAGES
-            mbarrier.wait(raw_full.index(0), n & 1)
+            mbarrier.wait(k_raw_full, n & 1)
             mbarrier.wait(kv_empty.index(stage), ((n // STAGES) & 1) ^ 1)
-            widen(k_raw, v_raw, k_smem, v_smem, stage, D, BLOCK)
+            for half in gl.static_range(HALVES):
+                _widen(k_raw.index(half), k_smem.index(stage * HALVES + half), 64, BLOCK)
+            mbarrier.arrive(k_raw_empty, count=1)
+            if n + 1 < num_blocks:
+                _fetch_raw(k_cache, page, head, n + 1, k_raw, k_raw_full, k_raw_empty, D, BLOCK, HALVES)
+            mbarrier.wait(v_raw_full, n & 1)
+            _widen(v_raw.index(0), v_smem.index(stage), D, BLOCK)
             if (filled < BLOCK) & (n == num_blocks - 1):
                 _clear(v_smem, stage, filled, D, BLOCK, 4)
+            mbarrier.arrive(v_raw_empty, count=1)
             fence_async_shared()
-            mbarrier.arrive(raw_empty.index(0), count=1)
             mbarrier.arrive(kv_full.index(stage), count=1)
             if n + 1 < num_blocks:
-                fetch_block(k_cache, v_cache, page, head, n + 1, k_raw, v_raw, raw_full, raw_empty, D, BLOCK, 1, 1)
+                _fetch_raw(v_cache, page, head, n + 1, v_raw, v_raw_full, v_raw_empty, D, BLOCK, 1)
 
 
 @gluon.jit
@@ -243,8 +285,9 @@ def _attend_kernel(
 ):
     """Tile num_programs(0) − 1 − program_id(0) of the queries, for KV head program_id(1)."""
     HALVES: gl.constexpr = D // 64
+    CONVERT: gl.constexpr = WIDEN and out.dtype.element_ty == gl.bfloat16
     BQ: gl.constexpr = WGS * ROWS // G
-    element: gl.constexpr = out.dtype.element_ty
+    element: gl.constexpr = gl.float16 if WIDEN else out.dtype.element_ty
     head = gl.program_id(1)
     request, first, end = _find_tile(cu_query_lens, gl.num_programs(0) - 1 - gl.program_id(0), B, T, BQ, BLOCK_B)
     seq_len = gl.load(seq_lens + request, mask=request < B, other=0)
@@ -275,14 +318,18 @@ def _attend_kernel(
     if WIDEN:
         k_raw = gl.allocate_shared_memory(k_cache.dtype, [HALVES, 1, 1, BLOCK, 64], k_cache.layout)
         v_raw = gl.allocate_shared_memory(v_cache.dtype, [1, 1, 1, BLOCK, D], v_cache.layout)
-        raw_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(raw_empty.index(0), count=1)
+        more = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+        q_raw_full = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(3):
+            mbarrier.init(more.index(i), count=1)
+        for i in gl.static_range(WGS):
+            mbarrier.init(q_raw_full.index(i), count=1)
         gl.warp_specialize(
             [
                 (_attend_0, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
                 (_attend_1, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
                 (_attend_2, (out, first, end, shift, head, num_blocks, k_smem, v_smem, q_smem, kv_full, kv_empty, q_full, scale_log2, gain, stride_ot, stride_oh, G, D, BLOCK, ROWS, STAGES)),
-                (_fetch_and_widen, (q, k_cache, v_cache, table, first, head, num_blocks, filled, k_raw, v_raw, k_smem, v_smem, q_smem, raw_full, raw_empty, kv_full, kv_empty, q_full, G, D, BLOCK, ROWS, WGS, STAGES)),
+                (_fetch_and_widen, (q, k_cache, v_cache, table, first, head, num_blocks, filled, k_raw, v_raw, k_smem, v_smem, q_smem, raw_full.index(0), more.index(0), more.index(1), more.index(2), q_raw_full, kv_full, kv_empty, q_full, G, D, BLOCK, ROWS, WGS, STAGES, CONVERT)),
             ],
             [4, 4, 4],
             [160, 160, 32],
@@ -343,10 +390,11 @@ def dense_attend(
     num_requests = seq_lens.shape[0]
     if out is None:
         out = torch.empty_like(q)
+    element = torch.float16 if k_cache.itemsize == 1 else q.dtype
     # Each request may begin a tile of its own, and the rows after the last one too.
     grid = -(-num_rows * group // (WARPGROUPS * ROWS)) + num_requests, num_kv_heads
     _attend_kernel[grid](
-        descriptor(q, (ROWS // group, group, 64)),
+        descriptor(q.view(element), (ROWS // group, group, 64)),
         descriptor(k_cache.permute(0, 2, 1, 3), (1, 1, block_size, 64)),
         descriptor(v_cache.permute(0, 2, 1, 3), (1, 1, block_size, dim)),
         out,
@@ -373,8 +421,8 @@ def dense_attend(
         SCALED_K=k_scale is not None,
         SCALED_V=v_scale is not None,
         WIDEN=k_cache.itemsize == 1,
-        K_LAYOUT=layout((1, 1, block_size, 64), q.dtype),
-        V_LAYOUT=layout((1, 1, block_size, dim), q.dtype),
+        K_LAYOUT=layout((1, 1, block_size, 64), element),
+        V_LAYOUT=layout((1, 1, block_size, dim), element),
         num_warps=4,
     )
     return out
