@@ -38,6 +38,7 @@ from msaserve.ops.select_attend.gluon_words import (
     fetch_descriptor,
     greatest,
     let_next_start,
+    let_next_start_soon,
     look_again,
     make_visible,
     order_key,
@@ -46,6 +47,7 @@ from msaserve.ops.select_attend.gluon_words import (
     thread_barrier,
     wait_for_launch_before,
     whole,
+    zero,
 )
 from msaserve.ops.select_blocks import decode_triton as select
 from msaserve.ops.sparse_attend import decode_triton as attend
@@ -79,6 +81,10 @@ def _scan_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for fill in gl.static_range(STAGES):
         mbarrier.init(full.index(fill), count=1)
+    thread_barrier()
+    if PDL and not OVERLAP:
+        # What a row of the choice reads is not written before the launch before has ended.
+        let_next_start_soon()
 
     first = gl.program_id(0)
     step = gl.num_programs(0)
@@ -93,7 +99,6 @@ def _scan_kernel(
     query_len = gl.load(cu_query_lens + request + 1) - start
     num_blocks = gl.minimum((seq_len + BLOCK - 1) // BLOCK, max_blocks)
     count = gl.where(query_len > 0, (num_blocks - first + step - 1) // step, 0)
-    thread_barrier()
     # Blocks without a token of this step are older than the launch before.
     num_old = (seq_len - query_len) // BLOCK if EARLY else 0
     for fill in gl.static_range(STAGES):
@@ -125,7 +130,7 @@ def _scan_kernel(
                 gl.store(comb_scores + comb_at + turn * step, unwritten, mask=real)
                 gl.store(comb_blocks + comb_at + turn * step, unwritten, mask=real)
         make_visible()
-    if PDL:
+    if PDL and OVERLAP:
         let_next_start()
     copy: gl.constexpr = gl.BlockedLayout([8, 1], [D // 8, 256 // D], [1, num_warps], [0, 1])
     d = gl.arange(0, D, layout=gl.SliceLayout(1, copy))
@@ -176,16 +181,16 @@ def _scan_kernel(
 
 @gluon.jit
 def _bring(
-    k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, place, piece, stage, head,
+    k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, places, piece, stage, head, is_asked,
     PARTS: gl.constexpr, TILE: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the K and V of one piece. `pages` belong to the blocks of these `numbers`."""
-    block = gl.max(gl.where(place == piece // PARTS, ids, 0), 0)
+    """Ask for the K and V of one piece, if it is asked for. `pages` belong to the blocks of these `numbers`."""
+    block = gl.max(gl.where(places == piece // PARTS, ids, 0), 0)
     page = greatest(gl.where(numbers == block, pages, 0))
-    mbarrier.expect(full.index(stage), BYTES)
+    mbarrier.expect(full.index(stage), BYTES, pred=is_asked)
     at = (piece % PARTS) * TILE
-    tma_load(k_cache, [page, head, at, 0], full.index(stage), k_smem.index(stage))
-    tma_load(v_cache, [page, head, at, 0], full.index(stage), v_smem.index(stage))
+    tma_load(k_cache, [page, head, at, 0], full.index(stage), k_smem.index(stage), pred=is_asked)
+    tma_load(v_cache, [page, head, at, 0], full.index(stage), v_smem.index(stage), pred=is_asked)
 
 
 @gluon.jit
@@ -213,7 +218,7 @@ def _attend_kernel(
     BP: gl.constexpr, QP: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
     S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr,
     SPLITS: gl.constexpr, STAGES: gl.constexpr, SCALED_K: gl.constexpr, SCALED_V: gl.constexpr,
-    PDL: gl.constexpr, OVERLAP: gl.constexpr, FAST: gl.constexpr, num_warps: gl.constexpr,
+    PDL: gl.constexpr, OVERLAP: gl.constexpr, FAST: gl.constexpr, WARM: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Split program_id(0) of KV head program_id(1) and query token program_id(2).
 
@@ -289,34 +294,6 @@ def _attend_kernel(
     thread_barrier()
 
     place = gl.arange(0, SP, layout=whole(SP, num_warps))
-    numbers = place
-    pages = place
-    if RP == 0:
-        # All of the request's pages are at hand before the scores are.
-        numbers = gl.arange(0, CP, layout=whole(CP, num_warps))
-        pages = gl.load(table + numbers, mask=numbers < num_blocks, other=0)
-    if PDL and not OVERLAP:
-        wait_for_launch_before()
-    at = (row * gl.num_programs(1) + head) * CP
-    ids, places, numbers, pages = choose(
-        scores + head.to(gl.int64) * stride_sh + row * stride_st, comb_scores + at, comb_blocks + at, table,
-        numbers, pages, num_blocks, local_blocks, place, S, SP, CP, RP, OVERLAP, FAST, num_warps,
-    )  # fmt: skip
-    pieces = gl.minimum(num_blocks, S) * PARTS
-    for fill in gl.static_range(STAGES):
-        if split + fill * SPLITS < pieces:
-            _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, places, split + fill * SPLITS, fill, head, PARTS, TILE, BYTES)  # fmt: skip
-    if split == 0:
-        ids_row = block_ids + head * stride_ih + row * stride_it
-        gl.store(ids_row + places, ids, mask=(places < S) & (places < num_blocks))
-        gl.store(ids_row + place, gl.full_like(place, -1), mask=(place < S) & (place >= num_blocks))
-
-    q = gl.expand_dims(q_smem.load(gl.SliceLayout(0, queries)), 0)
-    q, _ = gl.broadcast(q, gl.zeros([num_warps, 16, D], element, layout=queries))
-    best = gl.full([num_warps, 16], float("-inf"), gl.float32, layout=rows)
-    sums = gl.zeros([num_warps, 16, OWN], gl.float32, layout=mma)
-    acc = gl.zeros([num_warps, 16, D // 2 if NARROW else D], gl.float32, layout=mma)
-    odd = acc
     token = (
         gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(1, mma)))[:, None] * OWN
         + gl.arange(0, OWN, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, :]
@@ -326,62 +303,107 @@ def _attend_kernel(
     words: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, WORDS], gl.int16)
     tile: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WORDS, WORDS // 8], [num_warps, 1], [1, 0])
     order = gl.arange(0, TILE, layout=gl.SliceLayout(1, tile))
-    done = 0
-    for piece in range(split, pieces, SPLITS):
-        stage = done % STAGES
-        block = gl.max(gl.where(places == piece // PARTS, ids, 0), 0)
-        rest = visible - block * BLOCK - (piece % PARTS) * TILE
-        mbarrier.wait(full.index(stage), (done // STAGES) & 1)
-        if rest < TILE:
-            # A weight of 0 does not silence NaN.
-            v_words = reinterpret(v_smem.index(stage).reshape([TILE, D]), gl.int16, [TILE, WORDS], words)
-            v_words.store(gl.where((order < rest)[:, None], v_words.load(tile), 0))
+    # Where the warps' sums come together: in the place of the keys if that is large enough.
+    sums_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    if STAGES * TILE * D * k_cache.dtype.primitive_bitwidth >= num_warps * 16 * D * 32:
+        together = reinterpret(k_smem, gl.float32, [num_warps, 16, D], sums_layout)
+    else:
+        together = gl.allocate_shared_memory(gl.float32, [num_warps, 16, D], sums_layout)
+    numbers_in = place
+    pages_in = place
+    if RP == 0:
+        # All of the request's pages are at hand before the scores are.
+        numbers_in = gl.arange(0, CP, layout=whole(CP, num_warps))
+        pages_in = gl.load(table + numbers_in, mask=numbers_in < num_blocks, other=0)
+    at = (row * gl.num_programs(1) + head) * CP
+
+    # Before there are scores everything is done once for nothing: fetching the instructions takes longer than they do.
+    for turn in range(zero() + (0 if WARM else 1), 2):
+        is_real = turn == 1
+        if PDL and not OVERLAP and is_real:
+            wait_for_launch_before()
+        if WARM:
             fence_async_shared()
             thread_barrier()
-        k = k_smem.index(stage).reshape([num_warps, OWN, D]).permute((0, 2, 1)).load(keys).to(element)
-        s = mma_v2(q, k, gl.zeros([num_warps, 16, OWN], gl.float32, layout=mma)) * scale_log2
-        s = gl.where(token < rest, s, float("-inf"))
-        higher = gl.maximum(best, gl.max(s, 2))
-        base = gl.where(higher == float("-inf"), 0.0, higher)
-        p = gl.exp2(s - base[:, :, None])
-        fade = gl.exp2(best - base)
-        sums = sums * fade[:, :, None] + p
-        best = higher
-        p = gl.convert_layout(p.to(element), weights)
-        if NARROW:
-            v_words = reinterpret(v_smem.index(stage).reshape([TILE, D]), gl.int16, [TILE, WORDS], words)
-            first, second = _widened(v_words.reshape([num_warps, OWN, WORDS]).load(values))
-            acc = mma_v2(p, first, acc * fade[:, :, None])
-            odd = mma_v2(p, second, odd * fade[:, :, None])
-        else:
-            acc = mma_v2(p, v_smem.index(stage).reshape([num_warps, OWN, D]).load(values), acc * fade[:, :, None])
-        done += 1
-        if piece + STAGES * SPLITS < pieces:
-            thread_barrier()
-            _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, places, piece + STAGES * SPLITS, stage, head, PARTS, TILE, BYTES)  # fmt: skip
+        ids, places, numbers, pages = choose(
+            scores + head.to(gl.int64) * stride_sh + row * stride_st, comb_scores + at, comb_blocks + at, table,
+            numbers_in, pages_in, gl.where(is_real, num_blocks, 0), local_blocks, place,
+            S, SP, CP, RP, OVERLAP, FAST, num_warps,
+        )  # fmt: skip
+        pieces = gl.minimum(num_blocks, S) * PARTS
+        for ahead in range(STAGES):
+            wanted = split + ahead * SPLITS
+            _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, places, wanted, ahead, head, is_real & (wanted < pieces), PARTS, TILE, BYTES)  # fmt: skip
+        if is_real & (split == 0):
+            ids_row = block_ids + head * stride_ih + row * stride_it
+            gl.store(ids_row + places, ids, mask=(places < S) & (places < num_blocks))
+            gl.store(ids_row + place, gl.full_like(place, -1), mask=(place < S) & (place >= num_blocks))
 
-    top = gl.max(best, 0)
-    share = gl.exp2(best - gl.where(top == float("-inf"), 0.0, top)[None, :])
-    total = gl.sum(gl.sum(sums, 2) * share, 0)
-    is_empty = total == 0.0
-    share = share / gl.where(is_empty, 1.0, total)[None, :]
-    if SCALED_V:
-        share *= gl.load(v_scale + head * stride_vs)
-    if NARROW:
-        acc = gl.reshape(gl.join(acc * share[:, :, None], odd * share[:, :, None]), [num_warps, 16, D])
-    else:
-        acc = acc * share[:, :, None]
-    together = gl.allocate_shared_memory(gl.float32, [num_warps, 16, D], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
-    together.store(acc)
-    merged = gl.sum(together.load(final), 0)
-    if SPLITS == 1:
-        to = out + row * stride_ot + (head * G + g)[:, None] * stride_oh + d[None, :]
-        gl.store(to, merged.to(out.dtype.element_ty), mask=(g < G)[:, None])
-    else:
-        lse = gl.where(is_empty, float("-inf"), top + gl.log2(total))
-        to = partial_out + (part + g)[:, None] * D + d[None, :]
-        gl.store(to, merged.to(gl.int32, bitcast=True), mask=(g < G)[:, None])
-        gl.store(partial_lse + part + gs, lse.to(gl.int32, bitcast=True), mask=gs < G)
+        query = gl.expand_dims(q_smem.load(gl.SliceLayout(0, queries)), 0)
+        query, _ = gl.broadcast(query, gl.zeros([num_warps, 16, D], element, layout=queries))
+        best = gl.full([num_warps, 16], float("-inf"), gl.float32, layout=rows)
+        sums = gl.zeros([num_warps, 16, OWN], gl.float32, layout=mma)
+        acc = gl.zeros([num_warps, 16, D // 2 if NARROW else D], gl.float32, layout=mma)
+        odd = acc
+        done = 0
+        for piece in range(split, gl.where(is_real, pieces, split + 1), SPLITS):
+            stage = done % STAGES
+            block = gl.max(gl.where(places == piece // PARTS, ids, 0), 0)
+            rest = visible - block * BLOCK - (piece % PARTS) * TILE
+            if is_real:
+                mbarrier.wait(full.index(stage), (done // STAGES) & 1)
+            if is_real & (rest < TILE):
+                # A weight of 0 does not silence NaN.
+                v_words = reinterpret(v_smem.index(stage).reshape([TILE, D]), gl.int16, [TILE, WORDS], words)
+                v_words.store(gl.where((order < rest)[:, None], v_words.load(tile), 0))
+                fence_async_shared()
+                thread_barrier()
+            k = k_smem.index(stage).reshape([num_warps, OWN, D]).permute((0, 2, 1)).load(keys).to(element)
+            s = mma_v2(query, k, gl.zeros([num_warps, 16, OWN], gl.float32, layout=mma)) * scale_log2
+            s = gl.where(token < rest, s, float("-inf"))
+            higher = gl.maximum(best, gl.max(s, 2))
+            base = gl.where(higher == float("-inf"), 0.0, higher)
+            p = gl.exp2(s - base[:, :, None])
+            fade = gl.exp2(best - base)
+            sums = sums * fade[:, :, None] + p
+            best = higher
+            p = gl.convert_layout(p.to(element), weights)
+            if NARROW:
+                v_words = reinterpret(v_smem.index(stage).reshape([TILE, D]), gl.int16, [TILE, WORDS], words)
+                first, second = _widened(v_words.reshape([num_warps, OWN, WORDS]).load(values))
+                acc = mma_v2(p, first, acc * fade[:, :, None])
+                odd = mma_v2(p, second, odd * fade[:, :, None])
+            else:
+                acc = mma_v2(p, v_smem.index(stage).reshape([num_warps, OWN, D]).load(values), acc * fade[:, :, None])
+            done += 1
+            following = piece + STAGES * SPLITS
+            if following < pieces:
+                thread_barrier()
+                _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, places, following, stage, head, is_real, PARTS, TILE, BYTES)  # fmt: skip
+
+        top = gl.max(best, 0)
+        share = gl.exp2(best - gl.where(top == float("-inf"), 0.0, top)[None, :])
+        total = gl.sum(gl.sum(sums, 2) * share, 0)
+        is_empty = total == 0.0
+        share = share / gl.where(is_empty, 1.0, total)[None, :]
+        if SCALED_V:
+            share *= gl.load(v_scale + head * stride_vs)
+        if NARROW:
+            acc = gl.reshape(gl.join(acc * share[:, :, None], odd * share[:, :, None]), [num_warps, 16, D])
+        else:
+            acc = acc * share[:, :, None]
+        # Another warp may still read the keys.
+        thread_barrier()
+        together.store(acc)
+        merged = gl.sum(together.load(final), 0)
+        if SPLITS == 1:
+            to = out + row * stride_ot + (head * G + g)[:, None] * stride_oh + d[None, :]
+            gl.store(to, merged.to(out.dtype.element_ty), mask=is_real & (g < G)[:, None])
+        else:
+            lse = gl.where(is_empty, float("-inf"), top + gl.log2(total))
+            to = partial_out + (part + g)[:, None] * D + d[None, :]
+            gl.store(to, merged.to(gl.int32, bitcast=True), mask=is_real & (g < G)[:, None])
+            gl.store(partial_lse + part + gs, lse.to(gl.int32, bitcast=True), mask=is_real & (gs < G))
     if PDL:
         # Whoever waits for this launch waits for the ones before it too.
         wait_for_launch_before()
@@ -505,9 +527,10 @@ def select_attend(
     splits: int | None = None,
     tile: int | None = None,
     stages: int | None = None,
-    overlap: bool = True,
+    overlap: bool = False,
     early: bool = True,
     fast: bool = True,
+    warm: bool = True,
     warps: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits depend on shapes only."""
@@ -614,6 +637,7 @@ def select_attend(
         SCALED_V=v_scale is not None,
         OVERLAP=overlap,
         FAST=fast and topk_pad == 32,
+        WARM=warm,
         num_warps=warps,
         **pdl,
     )

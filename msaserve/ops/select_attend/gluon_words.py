@@ -67,6 +67,23 @@ def wait_for_launch_before():
 
 
 @gluon.jit
+def let_next_start_soon():
+    """Every warp but the first waits for the launch before and then lets the next kernel start."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .b32 thread;
+        .reg .pred is_later;
+        mov.u32 thread, %tid.x;
+        setp.ge.u32 is_later, thread, 32;
+        @is_later griddepcontrol.wait;
+        @is_later griddepcontrol.launch_dependents;
+        mov.b32 $0, thread;
+        }""",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def fetch_descriptor(NAME: gl.constexpr):
     """Bring a kernel's parameter, a TMA descriptor, into the descriptor cache."""
     PTX: gl.constexpr = "prefetch.param.tensormap [" + NAME + "]; // $0"
@@ -206,16 +223,19 @@ def ones(x):
 
 
 @gluon.jit
-def rank_in_warp(x):
-    """How many lanes hold more."""
-    more = gl.zeros_like(x)
-    for j in gl.static_range(32):
-        more += (from_lane(x, gl.full_like(x, j)) > x).to(gl.int32)
-    return more
+def rank_in_warp(x, room, num_warps: gl.constexpr):
+    """How many lanes hold more, of x [32], the same in every warp. Through shared memory, as ptxas may have each of 32
+    shuffles wait for the one before."""
+    grid: gl.constexpr = whole_2d(32, 32, num_warps)
+    room.store(x)
+    others = room.load(gl.SliceLayout(0, grid))
+    mine = gl.convert_layout(x, gl.SliceLayout(1, grid))
+    more = gl.sum((others[None, :] > mine[:, None]).to(gl.int32), 1)
+    return gl.convert_layout(more, x.type.layout)
 
 
 @gluon.jit
-def find_best(key, S: gl.constexpr):
+def find_best(key, S: gl.constexpr, num_warps: gl.constexpr):
     """The S largest of key [A, 32, B], whose middle is the lanes of a warp, in a few steps instead of S rounds.
 
     Returns for each lane, [32]: (lane, register a * B + b, rank) of one key, which is among the best if its rank is
@@ -233,9 +253,10 @@ def find_best(key, S: gl.constexpr):
         gl.arange(0, A, layout=gl.SliceLayout(1, gl.SliceLayout(2, grid)))[:, None] * B
         + gl.zeros([A, 32], gl.int32, layout=gl.SliceLayout(2, grid))
     )[:, :, None] + gl.arange(0, B, layout=gl.SliceLayout(0, gl.SliceLayout(1, grid)))[None, :][:, None, :]
+    room = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     highest = gl.max(gl.max(key, 2), 0)
     # With equal maxima the bound may be a lower one, which is right too.
-    bound = gl.max(gl.where(rank_in_warp(highest) >= S - 1, highest, LOWEST), 0)
+    bound = gl.max(gl.where(rank_in_warp(highest, room, num_warps) >= S - 1, highest, LOWEST), 0)
     mask = gl.sum(gl.sum(gl.where((key >= bound) & (key != LOWEST), 1 << register, 0), 2), 0)
     count = ones(mask)
     end = count
@@ -257,7 +278,7 @@ def find_best(key, S: gl.constexpr):
     candidate = gl.where(register == gl.expand_dims(gl.expand_dims(at, 0), 2), from_lane(key, spread), LOWEST)
     is_one = lane < total
     candidate = gl.where(is_one, gl.max(gl.max(candidate, 2), 0), LOWEST)
-    rank = rank_in_warp(candidate)
+    rank = rank_in_warp(candidate, room, num_warps)
     # Ranks of keys of which some are equal add up to less.
     sums = gl.sum(gl.where(is_one, rank, 0), 0)
     is_sure = (total <= 32) & (gl.max(count, 0) <= MOST) & (2 * sums == total * (total - 1))
@@ -268,6 +289,27 @@ def find_best(key, S: gl.constexpr):
 def force(key, is_in, n, first_local, num_blocks):
     """Keys with those of the local blocks above all others, and none equal."""
     return gl.where(is_in & (n >= first_local), NONE - num_blocks + n, key)
+
+
+@gluon.jit
+def zero():
+    """0, of which the compiler does not know it: what is worked out from it again need not be kept."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _best_combs(
+    comb_scores, comb_blocks, c, num_blocks, first_local, S, combs, place, PACK: gl.constexpr, OVERLAP: gl.constexpr
+):  # fmt: skip
+    """The S best combs, of equal ones those whose best block is the lower, best first; −1 after the last."""
+    is_in = c < num_blocks
+    # A forced block stands for its comb, the last of them if it has several.
+    last = c + (num_blocks - 1 - c) // combs * combs
+    block = await_words(comb_blocks + c, is_in, PACK, OVERLAP)
+    block = gl.where(is_in, gl.where(last >= first_local, last, block), NONE)
+    key = force(await_words(comb_scores + c, is_in, PACK, OVERLAP), is_in, block, first_local, num_blocks)
+    top = take_best(key, block, S, place)
+    return gl.where(top < num_blocks, top % combs, -1)
 
 
 @gluon.jit
@@ -291,7 +333,7 @@ def choose(
     if RP == 0:
         key = force(await_words(scores + c, is_in, PACK, OVERLAP), is_in, c, first_local, num_blocks)
         if FAST:
-            lane, at, rank, is_sure = find_best(gl.reshape(key, [CP // (32 * PACK), 32, PACK]), S)
+            lane, at, rank, is_sure = find_best(gl.reshape(key, [CP // (32 * PACK), 32, PACK]), S, num_warps)
             chosen = gl.convert_layout(at // PACK * (32 * PACK) + lane * PACK + at % PACK, line)
             rank = gl.convert_layout(rank, line)
             if not is_sure:
@@ -303,26 +345,20 @@ def choose(
             chosen = take_best(key, c, S, place)
             rank = place
     else:
-        best = await_words(comb_scores + c, is_in, PACK, OVERLAP)
-        block = await_words(comb_blocks + c, is_in, PACK, OVERLAP)
         # A forced block stands for its comb, the last of them if it has several.
         last = c + (num_blocks - 1 - c) // combs * combs
-        block = gl.where(is_in, gl.where(last >= first_local, last, block), NONE)
-        key = force(best, is_in, block, first_local, num_blocks)
+        key = force(await_words(comb_scores + c, is_in, PACK, OVERLAP), is_in, last, first_local, num_blocks)
         grid: gl.constexpr = whole_2d(SP, RP, num_warps)
         if FAST:
-            lane, at, rank, is_sure = find_best(gl.reshape(key, [CP // (32 * PACK), 32, PACK]), S)
+            lane, at, rank, is_sure = find_best(gl.reshape(key, [CP // (32 * PACK), 32, PACK]), S, num_warps)
             comb = gl.where(rank < S, at // PACK * (32 * PACK) + lane * PACK + at % PACK, -1)
             comb = gl.convert_layout(comb, line)
             if not is_sure:
-                best = await_words(comb_scores + c, is_in, PACK, OVERLAP)
-                block = await_words(comb_blocks + c, is_in, PACK, OVERLAP)
-                block = gl.where(is_in, gl.where(last >= first_local, last, block), NONE)
-                top = take_best(force(best, is_in, block, first_local, num_blocks), block, S, place)
-                comb = gl.where(top < num_blocks, top % combs, -1)
+                comb = _best_combs(
+                    comb_scores, comb_blocks, c + zero(), num_blocks, first_local, S, combs, place, PACK, OVERLAP
+                )
         else:
-            top = take_best(key, block, S, place)
-            comb = gl.where(top < num_blocks, top % combs, -1)
+            comb = _best_combs(comb_scores, comb_blocks, c, num_blocks, first_local, S, combs, place, PACK, OVERLAP)
         row = gl.convert_layout(comb, gl.SliceLayout(1, grid))[:, None]
         turn = gl.arange(0, RP, layout=gl.SliceLayout(0, grid))[None, :]
         n = row + turn * combs
@@ -335,11 +371,16 @@ def choose(
         numbers = n
         key = force(key, is_in, n, first_local, num_blocks)
         if FAST:
-            lane, at, rank, is_sure = find_best(gl.reshape(key, [1, 32, RP]), S)
+            lane, at, rank, is_sure = find_best(gl.reshape(key, [1, 32, RP]), S, num_warps)
             lane = gl.convert_layout(lane, line)
             chosen = from_lane(comb, lane) + gl.convert_layout(at, line) * combs
             rank = gl.convert_layout(rank, line)
             if not is_sure:
+                turn += zero()
+                n = row + turn * combs
+                is_in = (row >= 0) & (n < num_blocks)
+                n = gl.where(is_in, n, NONE)
+                words = scores + (gl.maximum(row, 0) * RP + turn)
                 key = force(await_words(words, is_in, min(RP, 4), OVERLAP), is_in, n, first_local, num_blocks)
                 chosen = take_best(key, n, S, place)
                 rank = place
