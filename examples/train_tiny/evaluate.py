@@ -21,6 +21,9 @@ from msaserve.eval.example import Example
 from msaserve.eval.run import Result, Skill, make_examples, plot, rows, run
 from msaserve.eval.selection import Selection
 
+ROOM = 1024
+"""Tokens of a prompt beyond its context, and of the reply: a picture's 576 may all come on top."""
+
 
 @dataclass(frozen=True)
 class Bar:
@@ -95,7 +98,7 @@ def ask(task: Task, arguments: argparse.Namespace) -> list[Result]:
         _answerers.clear()
         config = EngineConfig(
             device=arguments.device,
-            max_model_len=max(bar.context, 4096) + 256,
+            max_model_len=max(bar.context, 4096) + ROOM,
             max_num_seqs=4 if is_long else 16,
             max_num_batched_tokens=arguments.chunk,
             kv_cache_gib=2.0 if is_long else 0.5,

@@ -472,6 +472,15 @@ def test_evaluation_is_cut_into_tasks_that_make_a_whole() -> None:
             assert sum(n for _, n in parts) == bar.n
 
 
+def test_prompts_fit_the_room_that_evaluation_gives(untrained: Path, tokenizer: Tokenizer) -> None:
+    writer = data.Writer(untrained)
+    made = make_examples(
+        "mixed", n=4, contexts=(4096,), seed=1, count=lambda text: len(tokenizer.encode_plain(text))
+    )  # The first one's picture is large.
+    lengths = [len(writer.write(example).token_ids) - 4096 for example in made]
+    assert 256 < max(lengths) <= evaluate.ROOM - 96
+
+
 def test_examples_of_a_part_are_those_of_the_whole(tokenizer: Tokenizer) -> None:
     def made(skill: Any, n: int, first: int) -> list[Any]:
         count = lambda text: len(tokenizer.encode_plain(text))  # noqa: E731
