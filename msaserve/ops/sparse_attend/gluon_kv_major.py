@@ -4,6 +4,9 @@ The warp brings each item's K and V, double-buffered, and the queries that chose
 a time, through a ring of slots, all by TMA. The warpgroups take the slots in turn, each with a tile of its own, so
 that one's exponentials run beside another's products. Results leave as partial outputs, as in triton_kv_major. K and V
 of 8 bits come by way of a buffer of their own, from which four fetching warps widen them.
+
+Programs take items from a counter, one or two ahead of the one they are at, so that all end together, even those that
+start late: after blocks that neighbours share, a program starts where one of that kernel has ended.
 """
 
 # Argument lists that Triton must see written out are longer than a line.
@@ -73,6 +76,7 @@ def _tell(it, turn, taken, taken_full, taken_empty, NUM_WARPS: gl.constexpr):
 
 @gluon.jit
 def _hear(turn, taken, taken_full, taken_empty):
+    """What `_tell` said of a turn."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     mbarrier.wait(taken_full.index(turn % 2), (turn // 2) & 1)
     it = gl.max(taken.index(turn % 2).load(one), 0)
