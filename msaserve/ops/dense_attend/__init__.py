@@ -16,18 +16,12 @@ from msaserve.ops.checks import (
 from msaserve.ops.dispatch import Impl, always, choose
 from msaserve.ops.hopper import ask_later, on_card_in_8_bits_too
 
-
-def _is_checked(q: torch.Tensor, k_cache: torch.Tensor, *_: object, **__: object) -> bool:
-    """What a card has checked, with caches of 16 and of 8 bits: bfloat16 queries, heads and blocks of 128."""
-    return q.is_cuda and q.dtype == torch.bfloat16 and q.shape[2] == 128 and k_cache.shape[1] == 128
-
-
 IMPLS = (
     Impl(
         "triton_decode",
         "msaserve.ops.dense_attend.decode_triton:dense_attend",
         ask_later("msaserve.ops.dense_attend.decode_triton:why_not"),
-        _is_checked,
+        on_card_in_8_bits_too,
     ),
     Impl(
         "gluon_prefill",
