@@ -48,14 +48,14 @@ def why_not_wgmma(x: torch.Tensor) -> str | None:
 def on_card(x: torch.Tensor, *args: object, **kwargs: object) -> bool:
     """`pays` of kernels that the interpreter runs too, for tests alone.
 
-    8-bit caches are served by name alone: no kernel has been checked with them on a card yet.
+    8-bit caches are served by name alone: these have not been checked with them on a card yet.
     """
     return x.is_cuda and not any(isinstance(arg, torch.Tensor) and arg.element_size() == 1 for arg in args)
 
 
-def on_card_in_bfloat16(x: torch.Tensor, *args: object, **kwargs: object) -> bool:
-    """`pays` of kernels that a card has checked with bfloat16 queries and caches alone."""
-    return x.dtype == torch.bfloat16 and on_card(x, *args)
+def on_card_in_half(x: torch.Tensor, *args: object, **kwargs: object) -> bool:
+    """`pays` of kernels that a card has checked with queries of half precision, over caches of 8 bits too."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def on_card_in_8_bits_too(x: torch.Tensor, *args: object, **kwargs: object) -> bool:

@@ -32,9 +32,9 @@ def on_card(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     ("dtype", "cache_dtype", "topk", "local_blocks", "expected"),
     [
         (BF16, BF16, 16, 1, ["triton_decode", "gluon_prefill", "triton_prefill"]),
-        (FP16, FP16, 16, 1, ["gluon_prefill", "triton_prefill"]),
+        (FP16, FP16, 16, 1, ["triton_decode", "gluon_prefill", "triton_prefill"]),
         (FP8, FP8, 17, 1, ["gluon_prefill", "triton_prefill"]),
-        (BF16, FP8, 18, 2, ["gluon_prefill", "triton_prefill"]),
+        (BF16, FP8, 18, 2, ["triton_decode", "gluon_prefill", "triton_prefill"]),
         (BF16, BF16, 64, 1, ["triton_decode", "gluon_prefill", "triton_prefill"]),
         (FP32, FP32, 18, 1, ["gluon_prefill", "triton_prefill"]),
     ],
@@ -52,8 +52,9 @@ def test_select_blocks(
         (BF16, BF16, 16, READERS),
         (BF16, BF16, 4, READERS),
         (BF16, BF16, 2, ("triton_decode", "gluon_kv_major")),
-        (FP16, FP16, 16, ("gluon_kv_major", "triton_kv_major")),
-        (BF16, FP8, 16, ("gluon_kv_major", "triton_kv_major")),
+        (FP16, FP16, 16, READERS),
+        (BF16, FP8, 16, READERS),
+        (FP32, FP32, 16, ("gluon_kv_major", "triton_kv_major")),
     ],
 )
 def test_sparse_attend(dtype: torch.dtype, cache_dtype: torch.dtype, group: int, expected: tuple[str, ...]) -> None:

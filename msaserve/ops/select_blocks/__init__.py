@@ -6,14 +6,14 @@ import torch
 
 from msaserve.ops.checks import check_dtype, check_index_queries, check_int32, check_selection, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, on_card_in_8_bits_too, on_card_in_bfloat16
+from msaserve.ops.hopper import ask_later, on_card_in_8_bits_too, on_card_in_half
 
 IMPLS = (
     Impl(
         "triton_decode",
         "msaserve.ops.select_blocks.decode_triton:select_blocks",
         ask_later("msaserve.ops.select_blocks.decode_triton:why_not"),
-        on_card_in_bfloat16,
+        on_card_in_half,
     ),
     Impl(
         "gluon_prefill",

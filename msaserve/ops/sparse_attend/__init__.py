@@ -14,7 +14,7 @@ from msaserve.ops.checks import (
     check_shapes,
 )
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, by_name, on_card_in_8_bits_too, on_card_in_bfloat16
+from msaserve.ops.hopper import ask_later, by_name, on_card_in_8_bits_too, on_card_in_half
 
 
 def _why_not_paged(
@@ -50,7 +50,7 @@ IMPLS = (
         "triton_decode",
         "msaserve.ops.sparse_attend.decode_triton:sparse_attend",
         ask_later("msaserve.ops.sparse_attend.decode_triton:why_not"),
-        on_card_in_bfloat16,
+        on_card_in_half,
     ),
     Impl(
         "gluon_kv_major",
