@@ -111,8 +111,12 @@ def log_failure(error: BaseException, status: int) -> None:
         _log.error("request failed", exc_info=error)
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, T], *, is_sent: Callable[[], bool] = lambda: False
+) -> T:
     """The result of `work`, which is cancelled when the client goes away (the body must have been read).
+
+    is_sent: whether `work` has sent all of an answer. `receive` says of that too that the client is gone.
 
     Raises:
         ClientGoneError: it went away first.
@@ -124,7 +128,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     def leave(gone: asyncio.Future[None]) -> None:
         nonlocal has_left
-        if not is_over and not gone.cancelled():
+        if not (is_over or gone.cancelled() or is_sent()):
             has_left = True
             task.cancel()
 
@@ -170,10 +174,12 @@ class EventStream:
         self._has_begun = has_begun
         self._dialect = dialect
         self._last_sent = 0.0
+        self._is_sent = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_all(scope, receive, send))
+            work = self._send_all(scope, receive, send)
+            await until_disconnect(receive, work, is_sent=lambda: self._is_sent)
         finally:
             await self._events.aclose()
 
@@ -183,6 +189,7 @@ class EventStream:
             await asyncio.wait({first}, timeout=HEADER_DELAY_SECONDS)
             error = first.exception() if first.done() else None
             if error is not None and not self._has_begun():
+                self._is_sent = True
                 await error_response(error, self._dialect)(scope, receive, send)
                 return
             await send(
@@ -215,6 +222,7 @@ class EventStream:
         finally:
             keep_alive.cancel()
             await asyncio.gather(keep_alive, return_exceptions=True)
+        self._is_sent = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:

@@ -406,6 +406,19 @@ def test_a_client_that_goes_away_aborts_its_request(
     wait_for(lambda: f'path="{TEXT}",status="499"' in http.get("/metrics").text)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_stays_is_not_said_to_have_left(
+    engine: FakeClient, tokenizer: Tokenizer, is_stream: bool
+) -> None:
+    engine.script, engine.delay = tokenizer.encode("abc"), 0.01
+    with serve(engine) as url, httpx.Client(base_url=url, timeout=20, trust_env=False) as http:
+        for _ in range(20):
+            assert http.post(TEXT, json={"prompt": "a", "stream": is_stream}).status_code == 200
+        metrics = http.get("/metrics").text
+    assert f'path="{TEXT}",status="200"}} 20.0' in metrics
+    assert 'status="499"' not in metrics
+
+
 def test_a_client_that_goes_away_before_the_first_event(http: httpx.Client, engine: FakeClient) -> None:
     engine.delay = 60
     with pytest.raises(httpx.ReadTimeout):

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import httpx
 import numpy as np
+import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collector
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as services
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
@@ -62,8 +63,10 @@ def attributes(span: Any) -> dict[str, Any]:
     return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
 
-def test_one_trace_through_all_processes() -> None:
-    with collecting() as (found, endpoint), serve("--otlp-traces-endpoint", endpoint, "--access-log") as server:
+@pytest.mark.parametrize("num_gateways", ["1", "2"])
+def test_one_trace_through_all_processes(num_gateways: str) -> None:
+    options = ("--access-log", "--processes", num_gateways)
+    with collecting() as (found, endpoint), serve("--otlp-traces-endpoint", endpoint, *options) as server:
         url = server.line(URL)
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "asked-7"}
         with httpx.Client(trust_env=False, timeout=SECONDS, headers=headers) as http:
