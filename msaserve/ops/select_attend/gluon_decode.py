@@ -523,17 +523,17 @@ def select_attend(
     programs: int = select.SCORE_PROGRAMS,
     direct: int = select.DIRECT_BLOCKS,
     scan_stages: int | None = None,
-    turns: int = 1,
+    turns: int = 2,
     splits: int | None = None,
     tile: int | None = None,
     stages: int | None = None,
     overlap: bool = False,
     early: bool = True,
     fast: bool = True,
-    warm: bool = True,
+    warm: bool | None = None,
     warps: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits depend on shapes only."""
+    """How the work is split depends on shapes only, and was found by timing (docs/kernels.md)."""
     num_rows, num_heads, dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     num_requests = seq_lens.shape[0]
@@ -553,6 +553,8 @@ def select_attend(
         comb_scores = empty((num_rows, num_kv_heads, combs))
         comb_blocks = torch.empty_like(comb_scores)
     index_dim = index_q.shape[2]
+    if scan_stages is None:
+        scan_stages = 4 if run and index_k_cache.itemsize == 1 else min(2, per_program)
     _scan_kernel[(combs // turns, num_requests)](
         index_q,
         descriptor(index_k_cache, (1, block_size, index_dim)),
@@ -573,7 +575,7 @@ def select_attend(
         R=max(8, triton.next_power_of_2(num_kv_heads) * query_pad),
         D=index_dim,
         BLOCK=block_size,
-        STAGES=scan_stages or min(2, per_program),
+        STAGES=scan_stages,
         RP=run,
         TURNS=turns,
         EARLY=early,
@@ -587,7 +589,12 @@ def select_attend(
     block_ids = empty((num_kv_heads, num_rows, topk))
     tile = tile or min(block_size, warps * 16)
     pieces = topk * (block_size // tile)
-    splits = splits or num_splits(num_rows * num_kv_heads, pieces)
+    splits = splits or min(16, num_splits(num_rows * num_kv_heads, pieces))
+    # 192 KB on the way to a multiprocessor, or 96 where two programs share it.
+    is_alone = splits == 1 and num_rows * num_kv_heads <= attend.PROGRAMS
+    stages = stages or min(6 if is_alone or k_cache.itemsize == 1 else 3, triton.cdiv(pieces, splits))
+    # Programs that have their place long before the scan ends can do everything once before.
+    warm = run > 0 if warm is None else warm
     partial_out, partial_lse = (x.view(torch.int32) if splits > 1 else x for x in partials(out, num_kv_heads, splits))
     box = (1, 1, tile, dim)
     _attend_kernel[(splits, num_kv_heads, num_rows)](
@@ -632,7 +639,7 @@ def select_attend(
         CP=width,
         RP=run,
         SPLITS=splits,
-        STAGES=stages or min(3, triton.cdiv(pieces, splits)),
+        STAGES=stages,
         SCALED_K=k_scale is not None,
         SCALED_V=v_scale is not None,
         OVERLAP=overlap,
