@@ -160,3 +160,39 @@ def test_keys_stored_by_the_launch_before_are_seen() -> None:
         graph.replay()
         assert torch.equal(ids.sort(-1).values, want[1].sort(-1).values)
         assert relative_error(out, want[0]) < 4e-3
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper card")
+@pytest.mark.parametrize("contexts", [(65536,), (30000,) * 8, (300000, 1000)], ids=str)
+def test_beside_other_streams(contexts: tuple[int, ...]) -> None:
+    """Programs wait for one another: they come to an end, with the same bits, however busy the card is."""
+    spec = m3_spec("busy", tuple((1, context) for context in contexts), index_values="integers")
+    cases = [build(spec, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    want, want_ids = call(cases[0], impl="gluon_decode")
+    torch.cuda.synchronize()
+    graphs = []
+    for case in cases:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [call(case, impl="gluon_decode") for _ in range(8)]
+        graphs.append((graph, results))
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    small = torch.zeros(1 << 16, device="cuda")
+    for _ in range(10):
+        for stream, (graph, results) in zip(streams, graphs, strict=False):
+            with torch.cuda.stream(stream):
+                for out, ids in results:
+                    out.fill_(torch.nan)
+                    ids.fill_(7)
+                graph.replay()
+        with torch.cuda.stream(streams[-1]):
+            for _ in range(4):
+                matrix @ matrix
+                small.add_(1)
+        torch.cuda.synchronize()
+        for _, results in graphs:
+            for out, ids in results:
+                assert torch.equal(out, want)
+                assert torch.equal(ids, want_ids)
