@@ -92,6 +92,14 @@ def check(spec: CaseSpec, dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
     return f"| {spec.name}, {precision} | {rows.sum()} of {rows.numel()} | {worst:.1e} | {dense_error:.1e} | {both} |"
 
 
+def try_check(job: tuple[CaseSpec, torch.dtype, torch.dtype]) -> tuple[str, bool]:
+    """`check`, and whether it passed."""
+    try:
+        return check(*job), True
+    except Exception as error:  # the others shall run all the same
+        return f"FAILED {job[0].name}, {job[1]} and {job[2]}: {type(error).__name__}: {error}", False
+
+
 def scales_of(case: Case) -> dict[str, torch.Tensor]:
     """Of 8-bit caches: the keys' per head, the values' one for all."""
     if case.k_cache.element_size() > 1:
@@ -388,8 +396,12 @@ def main() -> None:
         jobs = [(spec, *pair) for pair in pairs for spec in SPECS]
         # Compiling is most of it.
         with multiprocessing.get_context("spawn").Pool(min(len(SPECS), os.cpu_count() or 1)) as pool:
-            for line in pool.starmap(check, jobs, chunksize=1):
+            failed = 0
+            for line, is_right in pool.imap_unordered(try_check, jobs):
                 print(line, flush=True)
+                failed += not is_right
+        if failed:
+            sys.exit(f"{failed} of {len(jobs)} failed")
     if options.check_only:
         return
     if options.peers:
