@@ -103,4 +103,5 @@ class _JoinedWrites:
             data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
             self._pieces = []
             self._size = 0
-            self._transport.write(data)
+            if not self._transport.is_closing():  # the client may have gone since it was written
+                self._transport.write(data)

@@ -168,6 +168,27 @@ def test_one_that_is_killed(front: Process) -> None:
     assert front.end(signal.SIGTERM) == 0
 
 
+def test_connections_that_nobody_takes_for_now(front: Process) -> None:
+    """More than the processes can hold unread: they wait, and none is lost."""
+    url = front.line(URL)
+    host, port = url.removeprefix("http://").split(":")
+    for process in gateways(front):
+        process.suspend()
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(700)]
+        time.sleep(0.3)
+        assert psutil.Process(front.popen.pid).cpu_percent(0.5) < 50  # it does not try all the time
+        for process in gateways(front):
+            process.resume()
+        for sock in sockets:
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert {sock.recv(15) for sock in sockets} == {b"HTTP/1.1 200 OK"}
+        held = [num_connections(process, url) for process in gateways(front)]
+        assert sum(held) == 700
+        assert min(held) > 200  # whoever went on first got more
+    assert front.end(signal.SIGTERM) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_drain_all(front: Process, number: signal.Signals) -> None:
     """A terminal's Ctrl-C and some supervisors' SIGTERM come to every process of the group at once."""

@@ -70,6 +70,8 @@ class Supervisor:
         """What processes had counted that are no more."""
         self._is_stopping = asyncio.Event()
         self._is_accepting = False
+        self._waiting: socket.socket | None = None
+        """A connection that no process has taken yet."""
         self._asked: dict[int, asyncio.Future[None]] = {}
         self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -107,6 +109,8 @@ class Supervisor:
         finally:
             self._is_stopping.set()
             self._listener.close()
+            if self._waiting is not None:
+                self._waiting.close()
             for slot in self._slots:
                 slot.kill()
             tasks = [*keeping, ready, stopped, *self._tasks]
@@ -234,6 +238,7 @@ class Supervisor:
         if not self._is_stopping.is_set():
             self._is_accepting = True
             asyncio.get_running_loop().add_reader(self._listener, self._accept)
+            self._accept()  # one may wait that was taken from the listener before
 
     def _pause(self) -> None:
         asyncio.get_running_loop().remove_reader(self._listener)
@@ -245,23 +250,30 @@ class Supervisor:
                 self._pause()  # until one is ready: clients wait
                 return
             try:
-                connection, _ = self._listener.accept()
+                self._waiting = self._waiting or self._listener.accept()[0]
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
                 _log.error("connections cannot be taken for now: %s", error)
-                self._pause()
-                asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._accept_again)
+                self._rest()
                 return
-            with connection:
-                self._hand_over(connection, slots)
+            if not self._hand_over(self._waiting, slots):
+                self._rest()
+                return
+            self._waiting.close()
+            self._waiting = None
 
-    def _hand_over(self, connection: socket.socket, slots: list[_Slot]) -> None:
+    def _rest(self) -> None:
+        self._pause()
+        asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._accept_again)
+
+    def _hand_over(self, connection: socket.socket, slots: list[_Slot]) -> bool:
+        """Whether a process took it. None does when all have as many as they can hold unread."""
         for slot in sorted(slots, key=lambda slot: slot.num_given - self._board.num_closed(slot.number)):
             if slot.process is not None and slot.process.give(connection):
                 slot.num_given += 1
-                return
-        _log.error("no gateway process takes a connection: it is closed")
+                return True
+        return False
 
 
 class _Slot:
