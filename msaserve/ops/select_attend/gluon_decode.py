@@ -274,12 +274,14 @@ def _attend_kernel(
     num_blocks = gl.minimum((visible + BLOCK - 1) // BLOCK, max_blocks)
     table = block_table + request.to(gl.int64) * stride_b
 
-    # As the output is written: the warps' parts of a value in one thread, 16 bytes of a head to a lane.
-    final: gl.constexpr = gl.BlockedLayout([num_warps, 1, 4], [1, 128 // D, D // 4], [1, num_warps, 1], [2, 1, 0])
+    # As the output is written: a thread has the warps' parts of one head.
+    final: gl.constexpr = gl.BlockedLayout(
+        [num_warps, 1, 4], [1, 16 // num_warps, 2 * num_warps], [1, num_warps, 1], [2, 1, 0]
+    )
     plane: gl.constexpr = gl.SliceLayout(0, final)
     g = gl.arange(0, 16, layout=gl.SliceLayout(1, plane))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, plane))
-    gs = gl.arange(0, 16, layout=gl.SliceLayout(0, rows))
+    gs = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, final)))
     part = ((row * gl.num_programs(1) + head) * SPLITS + split) * G
     if PDL:
         if SPLITS > 1:
@@ -309,6 +311,7 @@ def _attend_kernel(
         together = reinterpret(k_smem, gl.float32, [num_warps, 16, D], sums_layout)
     else:
         together = gl.allocate_shared_memory(gl.float32, [num_warps, 16, D], sums_layout)
+    stats = gl.allocate_shared_memory(gl.float32, [2, num_warps, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     numbers_in = place
     pages_in = place
     if RP == 0:
@@ -381,21 +384,22 @@ def _attend_kernel(
                 thread_barrier()
                 _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, places, following, stage, head, is_real, PARTS, TILE, BYTES)  # fmt: skip
 
+        if NARROW:
+            acc = gl.reshape(gl.join(acc, odd), [num_warps, 16, D])
+        # Another warp may still read the keys.
+        thread_barrier()
+        stats.index(0).store(best)
+        stats.index(1).store(gl.sum(sums, 2))
+        together.store(acc)
+        best = stats.index(0).load(gl.SliceLayout(2, final))
         top = gl.max(best, 0)
         share = gl.exp2(best - gl.where(top == float("-inf"), 0.0, top)[None, :])
-        total = gl.sum(gl.sum(sums, 2) * share, 0)
+        total = gl.sum(stats.index(1).load(gl.SliceLayout(2, final)) * share, 0)
         is_empty = total == 0.0
         share = share / gl.where(is_empty, 1.0, total)[None, :]
         if SCALED_V:
             share *= gl.load(v_scale + head * stride_vs)
-        if NARROW:
-            acc = gl.reshape(gl.join(acc * share[:, :, None], odd * share[:, :, None]), [num_warps, 16, D])
-        else:
-            acc = acc * share[:, :, None]
-        # Another warp may still read the keys.
-        thread_barrier()
-        together.store(acc)
-        merged = gl.sum(together.load(final), 0)
+        merged = gl.sum(together.load(final) * share[:, :, None], 0)
         if SPLITS == 1:
             to = out + row * stride_ot + (head * G + g)[:, None] * stride_oh + d[None, :]
             gl.store(to, merged.to(out.dtype.element_ty), mask=is_real & (g < G)[:, None])
