@@ -189,6 +189,22 @@ def test_connections_that_nobody_takes_for_now(front: Process) -> None:
     assert front.end(signal.SIGTERM) == 0
 
 
+def test_workers_are_loaded_evenly(address: str) -> None:
+    """Each process counts what the other has sent, whoever's turn it would be."""
+    with worker() as second:
+        addresses = [address, second.line(ADDRESS)]
+        with gateway(*addresses, processes="2", policy="least_load") as front, ExitStack() as stack:
+            url = front.line(URL)
+            clients = [stack.enter_context(client(url)) for _ in range(2)]
+            for http in (*clients, clients[1]):  # one more of the second: its turn is the first's now
+                assert http.post(TEXT, json=body()).status_code == 200
+            streams = []
+            for count in (1, 2, 3):
+                streams.append(Streams(url, stack, max_tokens=3000))
+                active = [metric(clients[0], f'smg_worker_requests_active{{worker="{name}"}}') for name in addresses]
+                assert active == [count, count]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_drain_all(front: Process, number: signal.Signals) -> None:
     """A terminal's Ctrl-C and some supervisors' SIGTERM come to every process of the group at once."""
