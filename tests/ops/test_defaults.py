@@ -72,8 +72,21 @@ def test_dense_attend(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     assert found == ["triton_decode", "gluon_prefill", "triton_prefill"]
 
 
-def test_select_attend_goes_in_two_steps() -> None:
-    assert paying("select_attend", on_card(1, 64, 128, dtype=BF16)) == ["two_steps"]
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "head_dim", "topk", "is_taken"),
+    [
+        (BF16, BF16, 128, 16, True),
+        (BF16, FP8, 128, 16, True),
+        (FP16, FP16, 128, 32, True),
+        (BF16, BF16, 128, 64, False),
+        (BF16, BF16, 64, 16, False),
+        (FP32, FP32, 128, 16, False),
+    ],
+)
+def test_select_attend(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, topk: int, is_taken: bool) -> None:
+    cache = on_card(9, 128, 4, head_dim, dtype=cache_dtype)
+    found = paying("select_attend", on_card(1, 64, head_dim, dtype=dtype), cache, cache, topk=topk)
+    assert found == ["gluon_decode"] * is_taken + ["two_steps"]
 
 
 def test_what_does_not_pay_is_not_asked() -> None:

@@ -17,14 +17,20 @@ from msaserve.ops.checks import (
     check_shapes,
 )
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, by_name
+from msaserve.ops.hopper import ask_later, on_card_in_half
+
+
+def _pays(q: torch.Tensor, k_cache: torch.Tensor, *args: object, topk: int, **_: object) -> bool:
+    """What a card has timed, in every precision: heads and blocks of 128. Over 32 blocks the choice goes in rounds."""
+    return on_card_in_half(q) and q.shape[2] == 128 and k_cache.shape[1] == 128 and topk <= 32
+
 
 IMPLS = (
     Impl(
         "gluon_decode",
         "msaserve.ops.select_attend.gluon_decode:select_attend",
         ask_later("msaserve.ops.select_attend.gluon_decode:why_not"),
-        by_name,
+        _pays,
     ),
     Impl("two_steps", "msaserve.ops.select_attend.two_steps:select_attend", always),
     Impl("reference", "msaserve.ops.select_attend.reference:select_attend", always),
