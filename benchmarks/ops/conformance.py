@@ -168,10 +168,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after so many")
+    parser.add_argument("--first", type=int, default=0, help="leave out so many cases, which an earlier run had")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     operators = tuple(options.operators.split(","))
-    wanted = trials(options.cases, options.only, options.device, getattr(torch, options.dtype))
+    wanted = trials(options.cases, options.only, options.device, getattr(torch, options.dtype))[options.first :]
     results: list[Result] = []
     done: set[str] = set()
 

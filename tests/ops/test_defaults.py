@@ -50,8 +50,7 @@ def test_select_blocks(
     ("dtype", "cache_dtype", "group", "expected"),
     [
         (BF16, BF16, 16, READERS),
-        (BF16, BF16, 4, READERS),
-        (BF16, BF16, 2, ("triton_decode", "gluon_kv_major")),
+        (BF16, BF16, 1, READERS),
         (FP16, FP16, 16, READERS),
         (BF16, FP8, 16, READERS),
         (FP32, FP32, 16, ("gluon_kv_major", "triton_kv_major")),

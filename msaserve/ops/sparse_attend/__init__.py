@@ -40,11 +40,6 @@ def _kv_major_pays(
     return max_query_len >= 16 and num_entries >= 16 * block_table.numel()
 
 
-def _is_plain_checked(q: torch.Tensor, k_cache: torch.Tensor, *_: object, **__: object) -> bool:
-    """What a card has checked, with caches of 8 bits too: four query heads to a KV head and more."""
-    return q.is_cuda and q.shape[1] >= 4 * k_cache.shape[2]
-
-
 IMPLS = (
     Impl(
         "triton_decode",
@@ -62,7 +57,7 @@ IMPLS = (
         "triton_kv_major",
         "msaserve.ops.sparse_attend.triton_kv_major:sparse_attend",
         ask_later("msaserve.ops.sparse_attend.triton_kv_major:why_not"),
-        _is_plain_checked,
+        on_card_in_8_bits_too,
     ),
     Impl("reference_kv_major", "msaserve.ops.sparse_attend.reference_kv_major:sparse_attend", always, _kv_major_pays),
     Impl("reference", "msaserve.ops.sparse_attend.reference:sparse_attend", always),
