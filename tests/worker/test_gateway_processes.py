@@ -203,7 +203,7 @@ def test_workers_are_loaded_evenly(address: str) -> None:
             for count in (1, 2, 3):
                 streams.append(Streams(url, stack, max_tokens=3000))
                 active = [0.0, 0.0]
-                for _ in range(20):  # a process that is late to say its numbers is left out of a scrape
+                for _ in range(20):  # of a process that is late to say its numbers the last are shown
                     active = [
                         metric(clients[0], f'smg_worker_requests_active{{worker="{name}"}}') for name in addresses
                     ]
