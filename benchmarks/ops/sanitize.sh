@@ -8,5 +8,5 @@ tool=$1
 shift
 # Every tensor an allocation of its own, so that a step over its end is seen.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-exec compute-sanitizer --tool "$tool" --kernel-name-exclude kns=_ZN --print-limit 30 --error-exitcode 9 \
+exec compute-sanitizer --tool "$tool" --kernel-name-exclude kns=_ZN --print-limit 10000 --error-exitcode 9 \
     "${PYTHON:-python3}" benchmarks/ops/conformance.py --cases small --jobs 1 "$@"
