@@ -38,7 +38,6 @@ from msaserve.ops.select_attend.gluon_words import (
     fetch_descriptor,
     greatest,
     let_next_start,
-    let_next_start_soon,
     look_again,
     make_visible,
     order_key,
@@ -47,7 +46,6 @@ from msaserve.ops.select_attend.gluon_words import (
     thread_barrier,
     wait_for_launch_before,
     whole,
-    zero,
 )
 from msaserve.ops.select_blocks import decode_triton as select
 from msaserve.ops.sparse_attend import decode_triton as attend
@@ -59,7 +57,7 @@ def _scan_kernel(
     index_q, index_k, block_table, seq_lens, cu_query_lens, scores, comb_scores, comb_blocks,
     max_blocks, stride_qt, stride_qh, stride_b, stride_sh, stride_st,
     H: gl.constexpr, QP: gl.constexpr, R: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, RP: gl.constexpr, TURNS: gl.constexpr, PDL: gl.constexpr, OVERLAP: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, RP: gl.constexpr, TURNS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with RP > 0 the best of TURNS
     combs, each of every TURNS-th of them.
@@ -81,10 +79,6 @@ def _scan_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for fill in gl.static_range(STAGES):
         mbarrier.init(full.index(fill), count=1)
-    thread_barrier()
-    if PDL and not OVERLAP:
-        # What a row of the choice reads is not written before the launch before has ended.
-        let_next_start_soon()
 
     first = gl.program_id(0)
     step = gl.num_programs(0)
@@ -99,14 +93,17 @@ def _scan_kernel(
     query_len = gl.load(cu_query_lens + request + 1) - start
     num_blocks = gl.minimum((seq_len + BLOCK - 1) // BLOCK, max_blocks)
     count = gl.where(query_len > 0, (num_blocks - first + step - 1) // step, 0)
+    thread_barrier()
     # Blocks without a token of this step are older than the launch before.
-    num_old = (seq_len - query_len) // BLOCK if EARLY else 0
+    num_old = (seq_len - query_len) // BLOCK
     for fill in gl.static_range(STAGES):
-        if EARLY and (fill < count) & (first + fill * step < num_old):
+        if (fill < count) & (first + fill * step < num_old):
             mbarrier.expect(full.index(fill), page_bytes)
             tma_load(index_k, [pages[fill], 0, 0], full.index(fill), k_smem.index(fill))
     if PDL:
         wait_for_launch_before()
+        # Not before: whoever reads this launch's partial sums and scores of the step before has ended then.
+        let_next_start()
     for fill in gl.static_range(STAGES):
         if (fill < count) & (first + fill * step >= num_old):
             mbarrier.expect(full.index(fill), page_bytes)
@@ -117,21 +114,6 @@ def _scan_kernel(
     real = (r // QP < H) & (r % QP < query_len)
     out = scores + (r // QP) * stride_sh + row * stride_st
     comb_at = (row * H + r // QP) * (step * TURNS) + first
-    if OVERLAP:
-        for i in range(count):
-            gl.store(
-                out + ((first + i % TURNS * step) * RP + i // TURNS if COMBS else first + i * step),
-                gl.full([R], UNWRITTEN, gl.int32, layout=columns),
-                mask=real,
-            )
-        if COMBS:
-            for turn in gl.static_range(TURNS):
-                unwritten = gl.full([R], UNWRITTEN, gl.int32, layout=columns)
-                gl.store(comb_scores + comb_at + turn * step, unwritten, mask=real)
-                gl.store(comb_blocks + comb_at + turn * step, unwritten, mask=real)
-        make_visible()
-    if PDL and OVERLAP:
-        let_next_start()
     copy: gl.constexpr = gl.BlockedLayout([8, 1], [D // 8, 256 // D], [1, num_warps], [0, 1])
     d = gl.arange(0, D, layout=gl.SliceLayout(1, copy))
     c = gl.arange(0, R, layout=gl.SliceLayout(0, copy))
@@ -218,7 +200,7 @@ def _attend_kernel(
     BP: gl.constexpr, QP: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
     S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr,
     SPLITS: gl.constexpr, STAGES: gl.constexpr, SCALED_K: gl.constexpr, SCALED_V: gl.constexpr,
-    PDL: gl.constexpr, OVERLAP: gl.constexpr, FAST: gl.constexpr, WARM: gl.constexpr, num_warps: gl.constexpr,
+    PDL: gl.constexpr, FAST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Split program_id(0) of KV head program_id(1) and query token program_id(2).
 
@@ -305,13 +287,6 @@ def _attend_kernel(
     words: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, WORDS], gl.int16)
     tile: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WORDS, WORDS // 8], [num_warps, 1], [1, 0])
     order = gl.arange(0, TILE, layout=gl.SliceLayout(1, tile))
-    # Where the warps' sums come together: in the place of the keys if that is large enough.
-    sums_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    if STAGES * TILE * D * k_cache.dtype.primitive_bitwidth >= num_warps * 16 * D * 32:
-        together = reinterpret(k_smem, gl.float32, [num_warps, 16, D], sums_layout)
-    else:
-        together = gl.allocate_shared_memory(gl.float32, [num_warps, 16, D], sums_layout)
-    stats = gl.allocate_shared_memory(gl.float32, [2, num_warps, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     numbers_in = place
     pages_in = place
     if RP == 0:
@@ -320,94 +295,89 @@ def _attend_kernel(
         pages_in = gl.load(table + numbers_in, mask=numbers_in < num_blocks, other=0)
     at = (row * gl.num_programs(1) + head) * CP
 
-    # Before there are scores everything is done once for nothing: fetching the instructions takes longer than they do.
-    for turn in range(zero() + (0 if WARM else 1), 2):
-        is_real = turn == 1
-        if PDL and not OVERLAP and is_real:
-            wait_for_launch_before()
-        if WARM:
+    if PDL:
+        wait_for_launch_before()
+    ids, places, numbers, pages = choose(
+        scores + head.to(gl.int64) * stride_sh + row * stride_st, comb_scores + at, comb_blocks + at, table,
+        numbers_in, pages_in, num_blocks, local_blocks, place, S, SP, CP, RP, FAST, num_warps,
+    )  # fmt: skip
+    pieces = gl.minimum(num_blocks, S) * PARTS
+    for ahead in range(STAGES):
+        wanted = split + ahead * SPLITS
+        _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, places, wanted, ahead, head, wanted < pieces, PARTS, TILE, BYTES)  # fmt: skip
+    if split == 0:
+        ids_row = block_ids + head * stride_ih + row * stride_it
+        gl.store(ids_row + places, ids, mask=(places < S) & (places < num_blocks))
+        gl.store(ids_row + place, gl.full_like(place, -1), mask=(place < S) & (place >= num_blocks))
+
+    query = gl.expand_dims(q_smem.load(gl.SliceLayout(0, queries)), 0)
+    query, _ = gl.broadcast(query, gl.zeros([num_warps, 16, D], element, layout=queries))
+    best = gl.full([num_warps, 16], float("-inf"), gl.float32, layout=rows)
+    sums = gl.zeros([num_warps, 16, OWN], gl.float32, layout=mma)
+    acc = gl.zeros([num_warps, 16, D // 2 if NARROW else D], gl.float32, layout=mma)
+    odd = acc
+    done = 0
+    for piece in range(split, pieces, SPLITS):
+        stage = done % STAGES
+        block = gl.max(gl.where(places == piece // PARTS, ids, 0), 0)
+        rest = visible - block * BLOCK - (piece % PARTS) * TILE
+        mbarrier.wait(full.index(stage), (done // STAGES) & 1)
+        if rest < TILE:
+            # A weight of 0 does not silence NaN.
+            v_words = reinterpret(v_smem.index(stage).reshape([TILE, D]), gl.int16, [TILE, WORDS], words)
+            v_words.store(gl.where((order < rest)[:, None], v_words.load(tile), 0))
             fence_async_shared()
             thread_barrier()
-        ids, places, numbers, pages = choose(
-            scores + head.to(gl.int64) * stride_sh + row * stride_st, comb_scores + at, comb_blocks + at, table,
-            numbers_in, pages_in, gl.where(is_real, num_blocks, 0), local_blocks, place,
-            S, SP, CP, RP, OVERLAP, FAST, num_warps,
-        )  # fmt: skip
-        pieces = gl.minimum(num_blocks, S) * PARTS
-        for ahead in range(STAGES):
-            wanted = split + ahead * SPLITS
-            _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, places, wanted, ahead, head, is_real & (wanted < pieces), PARTS, TILE, BYTES)  # fmt: skip
-        if is_real & (split == 0):
-            ids_row = block_ids + head * stride_ih + row * stride_it
-            gl.store(ids_row + places, ids, mask=(places < S) & (places < num_blocks))
-            gl.store(ids_row + place, gl.full_like(place, -1), mask=(place < S) & (place >= num_blocks))
-
-        query = gl.expand_dims(q_smem.load(gl.SliceLayout(0, queries)), 0)
-        query, _ = gl.broadcast(query, gl.zeros([num_warps, 16, D], element, layout=queries))
-        best = gl.full([num_warps, 16], float("-inf"), gl.float32, layout=rows)
-        sums = gl.zeros([num_warps, 16, OWN], gl.float32, layout=mma)
-        acc = gl.zeros([num_warps, 16, D // 2 if NARROW else D], gl.float32, layout=mma)
-        odd = acc
-        done = 0
-        for piece in range(split, gl.where(is_real, pieces, split + 1), SPLITS):
-            stage = done % STAGES
-            block = gl.max(gl.where(places == piece // PARTS, ids, 0), 0)
-            rest = visible - block * BLOCK - (piece % PARTS) * TILE
-            if is_real:
-                mbarrier.wait(full.index(stage), (done // STAGES) & 1)
-            if is_real & (rest < TILE):
-                # A weight of 0 does not silence NaN.
-                v_words = reinterpret(v_smem.index(stage).reshape([TILE, D]), gl.int16, [TILE, WORDS], words)
-                v_words.store(gl.where((order < rest)[:, None], v_words.load(tile), 0))
-                fence_async_shared()
-                thread_barrier()
-            k = k_smem.index(stage).reshape([num_warps, OWN, D]).permute((0, 2, 1)).load(keys).to(element)
-            s = mma_v2(query, k, gl.zeros([num_warps, 16, OWN], gl.float32, layout=mma)) * scale_log2
-            s = gl.where(token < rest, s, float("-inf"))
-            higher = gl.maximum(best, gl.max(s, 2))
-            base = gl.where(higher == float("-inf"), 0.0, higher)
-            p = gl.exp2(s - base[:, :, None])
-            fade = gl.exp2(best - base)
-            sums = sums * fade[:, :, None] + p
-            best = higher
-            p = gl.convert_layout(p.to(element), weights)
-            if NARROW:
-                v_words = reinterpret(v_smem.index(stage).reshape([TILE, D]), gl.int16, [TILE, WORDS], words)
-                first, second = _widened(v_words.reshape([num_warps, OWN, WORDS]).load(values))
-                acc = mma_v2(p, first, acc * fade[:, :, None])
-                odd = mma_v2(p, second, odd * fade[:, :, None])
-            else:
-                acc = mma_v2(p, v_smem.index(stage).reshape([num_warps, OWN, D]).load(values), acc * fade[:, :, None])
-            done += 1
-            following = piece + STAGES * SPLITS
-            if following < pieces:
-                thread_barrier()
-                _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, places, following, stage, head, is_real, PARTS, TILE, BYTES)  # fmt: skip
-
+        k = k_smem.index(stage).reshape([num_warps, OWN, D]).permute((0, 2, 1)).load(keys).to(element)
+        s = mma_v2(query, k, gl.zeros([num_warps, 16, OWN], gl.float32, layout=mma)) * scale_log2
+        s = gl.where(token < rest, s, float("-inf"))
+        higher = gl.maximum(best, gl.max(s, 2))
+        base = gl.where(higher == float("-inf"), 0.0, higher)
+        p = gl.exp2(s - base[:, :, None])
+        fade = gl.exp2(best - base)
+        sums = sums * fade[:, :, None] + p
+        best = higher
+        p = gl.convert_layout(p.to(element), weights)
         if NARROW:
-            acc = gl.reshape(gl.join(acc, odd), [num_warps, 16, D])
-        # Another warp may still read the keys.
-        thread_barrier()
-        stats.index(0).store(best)
-        stats.index(1).store(gl.sum(sums, 2))
-        together.store(acc)
-        best = stats.index(0).load(gl.SliceLayout(2, final))
-        top = gl.max(best, 0)
-        share = gl.exp2(best - gl.where(top == float("-inf"), 0.0, top)[None, :])
-        total = gl.sum(stats.index(1).load(gl.SliceLayout(2, final)) * share, 0)
-        is_empty = total == 0.0
-        share = share / gl.where(is_empty, 1.0, total)[None, :]
-        if SCALED_V:
-            share *= gl.load(v_scale + head * stride_vs)
-        merged = gl.sum(together.load(final) * share[:, :, None], 0)
-        if SPLITS == 1:
-            to = out + row * stride_ot + (head * G + g)[:, None] * stride_oh + d[None, :]
-            gl.store(to, merged.to(out.dtype.element_ty), mask=is_real & (g < G)[:, None])
+            v_words = reinterpret(v_smem.index(stage).reshape([TILE, D]), gl.int16, [TILE, WORDS], words)
+            first, second = _widened(v_words.reshape([num_warps, OWN, WORDS]).load(values))
+            acc = mma_v2(p, first, acc * fade[:, :, None])
+            odd = mma_v2(p, second, odd * fade[:, :, None])
         else:
-            lse = gl.where(is_empty, float("-inf"), top + gl.log2(total))
-            to = partial_out + (part + g)[:, None] * D + d[None, :]
-            gl.store(to, merged.to(gl.int32, bitcast=True), mask=is_real & (g < G)[:, None])
-            gl.store(partial_lse + part + gs, lse.to(gl.int32, bitcast=True), mask=is_real & (gs < G))
+            acc = mma_v2(p, v_smem.index(stage).reshape([num_warps, OWN, D]).load(values), acc * fade[:, :, None])
+        done += 1
+        following = piece + STAGES * SPLITS
+        if following < pieces:
+            thread_barrier()
+            _bring(k_cache, v_cache, k_smem, v_smem, full, numbers, pages, ids, places, following, stage, head, True, PARTS, TILE, BYTES)  # fmt: skip
+
+    if NARROW:
+        acc = gl.reshape(gl.join(acc, odd), [num_warps, 16, D])
+    sums_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    together = gl.allocate_shared_memory(gl.float32, [num_warps, 16, D], sums_layout)
+    stats = gl.allocate_shared_memory(gl.float32, [2, num_warps, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    # They lie where keys and values did, which another warp may still read.
+    thread_barrier()
+    stats.index(0).store(best)
+    stats.index(1).store(gl.sum(sums, 2))
+    together.store(acc)
+    best = stats.index(0).load(gl.SliceLayout(2, final))
+    top = gl.max(best, 0)
+    share = gl.exp2(best - gl.where(top == float("-inf"), 0.0, top)[None, :])
+    total = gl.sum(stats.index(1).load(gl.SliceLayout(2, final)) * share, 0)
+    is_empty = total == 0.0
+    share = share / gl.where(is_empty, 1.0, total)[None, :]
+    if SCALED_V:
+        share *= gl.load(v_scale + head * stride_vs)
+    merged = gl.sum(together.load(final) * share[:, :, None], 0)
+    if SPLITS == 1:
+        to = out + row * stride_ot + (head * G + g)[:, None] * stride_oh + d[None, :]
+        gl.store(to, merged.to(out.dtype.element_ty), mask=(g < G)[:, None])
+    else:
+        lse = gl.where(is_empty, float("-inf"), top + gl.log2(total))
+        to = partial_out + (part + g)[:, None] * D + d[None, :]
+        gl.store(to, merged.to(gl.int32, bitcast=True), mask=(g < G)[:, None])
+        gl.store(partial_lse + part + gs, lse.to(gl.int32, bitcast=True), mask=(gs < G))
     if PDL:
         # Whoever waits for this launch waits for the ones before it too.
         wait_for_launch_before()
@@ -527,15 +497,10 @@ def select_attend(
     programs: int = select.SCORE_PROGRAMS,
     direct: int = select.DIRECT_BLOCKS,
     scan_stages: int | None = None,
-    turns: int = 2,
+    turns: int | None = None,
     splits: int | None = None,
-    tile: int | None = None,
     stages: int | None = None,
-    overlap: bool = False,
-    early: bool = True,
-    fast: bool = True,
-    warm: bool | None = None,
-    warps: int = 4,
+    warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How the work is split depends on shapes only, and was found by timing (docs/kernels.md)."""
     num_rows, num_heads, dim = q.shape
@@ -548,7 +513,8 @@ def select_attend(
     pdl = {"PDL": True, "launch_pdl": True}
 
     combs, run = _combs(num_blocks, num_requests, topk, programs, direct)
-    turns = turns if run else 1
+    # Over 8 bits a program's own work takes longer than its keys: more programs, each of one comb.
+    turns = (turns or (1 if index_k_cache.itemsize == 1 else 2)) if run else 1
     per_program = triton.cdiv(num_blocks, combs // turns)
     width = combs if run else max(topk_pad, triton.next_power_of_2(num_blocks))
     scores = empty((num_kv_heads, num_rows, width * max(run, 1)))
@@ -558,7 +524,7 @@ def select_attend(
         comb_blocks = torch.empty_like(comb_scores)
     index_dim = index_q.shape[2]
     if scan_stages is None:
-        scan_stages = 4 if run and index_k_cache.itemsize == 1 else min(2, per_program)
+        scan_stages = min(3 if run and index_k_cache.itemsize == 1 else 2, per_program)
     _scan_kernel[(combs // turns, num_requests)](
         index_q,
         descriptor(index_k_cache, (1, block_size, index_dim)),
@@ -582,8 +548,6 @@ def select_attend(
         STAGES=scan_stages,
         RP=run,
         TURNS=turns,
-        EARLY=early,
-        OVERLAP=overlap,
         num_warps=4,
         **pdl,
     )
@@ -591,14 +555,15 @@ def select_attend(
     if out is None:
         out = torch.empty_like(q)
     block_ids = empty((num_kv_heads, num_rows, topk))
-    tile = tile or min(block_size, warps * 16)
+    splits = splits or min(16, num_splits(num_rows * num_kv_heads, topk * (block_size // 64)))
+    if warps is None:
+        # Many pieces of 8 bits in a row keep more than four warps busy.
+        warps = 8 if k_cache.itemsize == 1 and splits <= 4 and block_size == 128 else 4
+    tile = min(block_size, warps * 16)
     pieces = topk * (block_size // tile)
-    splits = splits or min(16, num_splits(num_rows * num_kv_heads, pieces))
     # 192 KB on the way to a multiprocessor, or 96 where two programs share it.
     is_alone = splits == 1 and num_rows * num_kv_heads <= attend.PROGRAMS
-    stages = stages or min(6 if is_alone or k_cache.itemsize == 1 else 3, triton.cdiv(pieces, splits))
-    # Programs that have their place long before the scan ends can do everything once before.
-    warm = run > 0 if warm is None else warm
+    stages = stages or min(6 if is_alone or warps == 8 else 3, triton.cdiv(pieces, splits))
     partial_out, partial_lse = (x.view(torch.int32) if splits > 1 else x for x in partials(out, num_kv_heads, splits))
     box = (1, 1, tile, dim)
     _attend_kernel[(splits, num_kv_heads, num_rows)](
@@ -646,9 +611,7 @@ def select_attend(
         STAGES=stages,
         SCALED_K=k_scale is not None,
         SCALED_V=v_scale is not None,
-        OVERLAP=overlap,
-        FAST=fast and topk_pad == 32,
-        WARM=warm,
+        FAST=topk_pad == 32,
         num_warps=warps,
         **pdl,
     )

@@ -34,14 +34,12 @@ def bits_of(size: int) -> int:
 
 
 @gluon.constexpr_function
-def whole(size, num_warps, pack=1):
-    """Layout of [size] that every warp holds whole, so that reductions need no barrier; `pack` side by side a thread."""
+def whole(size, num_warps):
+    """Layout of [size] that every warp holds whole, so that reductions need no barrier."""
     bits = [[1 << i] for i in range(bits_of(size))]
-    vector = bits_of(pack)
-    lanes = bits[vector : vector + 5]
     return gl.DistributedLinearLayout(
-        reg_bases=bits[:vector] + bits[vector + 5 :],
-        lane_bases=lanes + [[0]] * (5 - len(lanes)),
+        reg_bases=bits[5:],
+        lane_bases=bits[:5] + [[0]] * (5 - len(bits[:5])),
         warp_bases=[[0]] * bits_of(num_warps),
         block_bases=[],
         shape=[size],
@@ -64,23 +62,6 @@ def whole_2d(rows, columns, num_warps):
 @gluon.jit
 def wait_for_launch_before():
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def let_next_start_soon():
-    """Every warp but the first waits for the launch before and then lets the next kernel start."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .b32 thread;
-        .reg .pred is_later;
-        mov.u32 thread, %tid.x;
-        setp.ge.u32 is_later, thread, 32;
-        @is_later griddepcontrol.wait;
-        @is_later griddepcontrol.launch_dependents;
-        mov.b32 $0, thread;
-        }""",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -159,17 +140,14 @@ def look_again(looks):
 
 
 @gluon.jit
-def await_words(words, is_in, PACK: gl.constexpr, OVERLAP: gl.constexpr):
-    """The words once those that are in are written; LOWEST for the others. All of them must be readable."""
-    if PACK == 1 and not OVERLAP:
-        # An old line of the first cache may still hold what was at their address: .cg reads past it.
+def written(words, is_in, PACK: gl.constexpr):
+    """The words that are in, written before the launch that this one has waited for; LOWEST for the others. All of them
+    must be readable."""
+    # An old line of the first cache may still hold what was at their address: neither reads that.
+    if PACK == 1:
         x = gl.load(words, cache_modifier=".cg")
     else:
         x = read(words, PACK)
-        looks = 0
-        while greatest((is_in & (x == UNWRITTEN)).to(gl.int32)) != 0:
-            x = read(words, PACK)
-            looks = look_again(looks)
     return gl.where(is_in, x, LOWEST)
 
 
@@ -298,16 +276,14 @@ def zero():
 
 
 @gluon.jit
-def _best_combs(
-    comb_scores, comb_blocks, c, num_blocks, first_local, S, combs, place, PACK: gl.constexpr, OVERLAP: gl.constexpr
-):  # fmt: skip
+def best_combs(comb_scores, comb_blocks, c, num_blocks, first_local, S, combs, place):
     """The S best combs, of equal ones those whose best block is the lower, best first; −1 after the last."""
     is_in = c < num_blocks
     # A forced block stands for its comb, the last of them if it has several.
     last = c + (num_blocks - 1 - c) // combs * combs
-    block = await_words(comb_blocks + c, is_in, PACK, OVERLAP)
+    block = written(comb_blocks + c, is_in, 1)
     block = gl.where(is_in, gl.where(last >= first_local, last, block), NONE)
-    key = force(await_words(comb_scores + c, is_in, PACK, OVERLAP), is_in, block, first_local, num_blocks)
+    key = force(written(comb_scores + c, is_in, 1), is_in, block, first_local, num_blocks)
     top = take_best(key, block, S, place)
     return gl.where(top < num_blocks, top % combs, -1)
 
@@ -315,7 +291,7 @@ def _best_combs(
 @gluon.jit
 def choose(
     scores, comb_scores, comb_blocks, table, numbers, pages, num_blocks, local_blocks, place,
-    S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr, OVERLAP: gl.constexpr, FAST: gl.constexpr, num_warps: gl.constexpr,
+    S: gl.constexpr, SP: gl.constexpr, CP: gl.constexpr, RP: gl.constexpr, FAST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The S best blocks of one row of scores: ([SP] block ids, −1 after the last, [SP] their places, each once).
 
@@ -324,41 +300,37 @@ def choose(
     """
     first_local = num_blocks - local_blocks
     combs: gl.constexpr = CP
-    # Neighbours, of which many are often good at once, belong to several threads, but words that are waited for are
-    # read 16 bytes at a time.
-    PACK: gl.constexpr = 4 if OVERLAP and CP >= 128 else 1
     line: gl.constexpr = whole(SP, num_warps)
-    c = gl.arange(0, CP, layout=whole(CP, num_warps, PACK))
+    # Neighbours, of which many are often good at once, belong to several lanes.
+    c = gl.arange(0, CP, layout=whole(CP, num_warps))
     is_in = c < num_blocks
+    # What the quick choice does not need is read once more where it does not hold: kept, it would leave too few
+    # registers.
     if RP == 0:
-        key = force(await_words(scores + c, is_in, PACK, OVERLAP), is_in, c, first_local, num_blocks)
+        key = force(written(scores + c, is_in, 1), is_in, c, first_local, num_blocks)
         if FAST:
-            lane, at, rank, is_sure = find_best(gl.reshape(key, [CP // (32 * PACK), 32, PACK]), S, num_warps)
-            chosen = gl.convert_layout(at // PACK * (32 * PACK) + lane * PACK + at % PACK, line)
+            lane, at, rank, is_sure = find_best(gl.reshape(key, [CP // 32, 32, 1]), S, num_warps)
+            chosen = gl.convert_layout(at * 32 + lane, line)
             rank = gl.convert_layout(rank, line)
             if not is_sure:
-                # Read once more: kept, they would leave too few registers for what comes before.
-                key = force(await_words(scores + c, is_in, PACK, OVERLAP), is_in, c, first_local, num_blocks)
+                key = force(written(scores + c, is_in, 1), is_in, c, first_local, num_blocks)
                 chosen = take_best(key, c, S, place)
                 rank = place
         else:
             chosen = take_best(key, c, S, place)
             rank = place
     else:
-        # A forced block stands for its comb, the last of them if it has several.
-        last = c + (num_blocks - 1 - c) // combs * combs
-        key = force(await_words(comb_scores + c, is_in, PACK, OVERLAP), is_in, last, first_local, num_blocks)
         grid: gl.constexpr = whole_2d(SP, RP, num_warps)
         if FAST:
-            lane, at, rank, is_sure = find_best(gl.reshape(key, [CP // (32 * PACK), 32, PACK]), S, num_warps)
-            comb = gl.where(rank < S, at // PACK * (32 * PACK) + lane * PACK + at % PACK, -1)
-            comb = gl.convert_layout(comb, line)
+            # A forced block stands for its comb, the last of them if it has several.
+            last = c + (num_blocks - 1 - c) // combs * combs
+            key = force(written(comb_scores + c, is_in, 1), is_in, last, first_local, num_blocks)
+            lane, at, rank, is_sure = find_best(gl.reshape(key, [CP // 32, 32, 1]), S, num_warps)
+            comb = gl.convert_layout(gl.where(rank < S, at * 32 + lane, -1), line)
             if not is_sure:
-                comb = _best_combs(
-                    comb_scores, comb_blocks, c + zero(), num_blocks, first_local, S, combs, place, PACK, OVERLAP
-                )
+                comb = best_combs(comb_scores, comb_blocks, c + zero(), num_blocks, first_local, S, combs, place)
         else:
-            comb = _best_combs(comb_scores, comb_blocks, c, num_blocks, first_local, S, combs, place, PACK, OVERLAP)
+            comb = best_combs(comb_scores, comb_blocks, c, num_blocks, first_local, S, combs, place)
         row = gl.convert_layout(comb, gl.SliceLayout(1, grid))[:, None]
         turn = gl.arange(0, RP, layout=gl.SliceLayout(0, grid))[None, :]
         n = row + turn * combs
@@ -366,7 +338,7 @@ def choose(
         pages = gl.load(table + n, mask=is_in, other=0)
         # A comb's scores lie together.
         words = scores + (gl.maximum(row, 0) * RP + turn)
-        key = await_words(words, is_in, min(RP, 4), OVERLAP)
+        key = written(words, is_in, min(RP, 4))
         n = gl.where(is_in, n, NONE)
         numbers = n
         key = force(key, is_in, n, first_local, num_blocks)
@@ -381,7 +353,7 @@ def choose(
                 is_in = (row >= 0) & (n < num_blocks)
                 n = gl.where(is_in, n, NONE)
                 words = scores + (gl.maximum(row, 0) * RP + turn)
-                key = force(await_words(words, is_in, min(RP, 4), OVERLAP), is_in, n, first_local, num_blocks)
+                key = force(written(words, is_in, min(RP, 4)), is_in, n, first_local, num_blocks)
                 chosen = take_best(key, n, S, place)
                 rank = place
         else:
