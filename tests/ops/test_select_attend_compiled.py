@@ -69,7 +69,8 @@ def test_attention_stays_in_registers(run: int, tmp_path: Path) -> None:
     products = min((body for body in loops(sass) if "HMMA" in body), key=len)
     unmasked = products[products.index("HMMA") : products.rindex("HMMA")]
     assert "LDSM" in unmasked
-    assert not re.search(r"\b(STS|LDS|BAR)\b", unmasked)
+    assert not re.search(r"\b(STS|LDS)\b", unmasked)
+    assert unmasked.count("BAR.SYNC") <= 1
 
 
 def loops(sass: str) -> list[str]:
