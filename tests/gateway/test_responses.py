@@ -14,7 +14,7 @@ import pytest
 from chat_apis import FULL, NS, PARAMETERS, TEMPLATE, call
 from fake_engine import TINY, FakeClient, serve
 from in_process import InProcessClient
-from test_app import wait_for
+from test_leaving_clients import wait_for
 
 from msaserve.config import EngineConfig
 from msaserve.engine.async_engine import AsyncEngine
