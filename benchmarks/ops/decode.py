@@ -220,17 +220,25 @@ class Step(NamedTuple):
 
     @classmethod
     def random(
-        cls, requests: int, context: int, seed: int, query_len: int = 1, cache_dtype: torch.dtype = torch.bfloat16
+        cls,
+        requests: int,
+        context: int,
+        seed: int,
+        query_len: int = 1,
+        cache_dtype: torch.dtype = torch.bfloat16,
+        max_pages: int = 1 << 30,
     ) -> Step:
+        """Every block has a page of its own, unless they are more than max_pages."""
         generator = torch.Generator("cuda").manual_seed(seed)
         normal = partial(torch.randn, generator=generator, device="cuda", dtype=torch.bfloat16)
         num_blocks = context // BLOCK
-        pages = torch.randperm(requests * num_blocks, generator=generator, device="cuda") + 1
+        num_pages = min(requests * num_blocks, max_pages)
+        pages = torch.randperm(requests * num_blocks, generator=generator, device="cuda") % num_pages + 1
         return cls(
             q=normal(requests * query_len, HEADS, DIM),
             index_q=normal(requests * query_len, KV_HEADS, DIM),
-            kv=normal(requests * num_blocks + 1, KV_HEADS, BLOCK, 2 * DIM).to(cache_dtype),
-            index_k=normal(requests * num_blocks + 1, BLOCK, DIM).to(cache_dtype),
+            kv=normal(num_pages + 1, KV_HEADS, BLOCK, 2 * DIM).to(cache_dtype),
+            index_k=normal(num_pages + 1, BLOCK, DIM).to(cache_dtype),
             block_table=pages.int().view(requests, num_blocks),
             seq_lens=torch.full((requests,), context, dtype=torch.int32, device="cuda"),
             cu_query_lens=torch.arange(requests + 1, dtype=torch.int32, device="cuda") * query_len,
@@ -355,7 +363,7 @@ def measure(
 
 def compile_step(requests: int, context: int, query_len: int, cache_dtype: torch.dtype, peers: bool) -> None:
     """Compile what a row of a table runs, into Triton's cache."""
-    step = Step.random(requests, context, 0, query_len, cache_dtype)
+    step = Step.random(requests, context, 0, query_len, cache_dtype, max_pages=64)
     step.ours()
     step.in_two()
     if peers:

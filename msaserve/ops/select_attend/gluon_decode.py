@@ -524,7 +524,7 @@ def select_attend(
         comb_blocks = torch.empty_like(comb_scores)
     index_dim = index_q.shape[2]
     if scan_stages is None:
-        scan_stages = min(3 if run and index_k_cache.itemsize == 1 else 2, per_program)
+        scan_stages = min(3 if run else 2, per_program)
     _scan_kernel[(combs // turns, num_requests)](
         index_q,
         descriptor(index_k_cache, (1, block_size, index_dim)),
@@ -562,8 +562,9 @@ def select_attend(
     tile = min(block_size, warps * 16)
     pieces = topk * (block_size // tile)
     # 192 KB on the way to a multiprocessor, or 96 where two programs share it.
-    is_alone = splits == 1 and num_rows * num_kv_heads <= attend.PROGRAMS
-    stages = stages or min(6 if is_alone or warps == 8 else 3, triton.cdiv(pieces, splits))
+    is_alone = warps == 8 or (splits == 1 and num_rows * num_kv_heads <= attend.PROGRAMS)
+    room = (192 if is_alone else 96) * 1024 // (2 * tile * dim * k_cache.itemsize)
+    stages = stages or min(6, room, triton.cdiv(pieces, splits))
     partial_out, partial_lse = (x.view(torch.int32) if splits > 1 else x for x in partials(out, num_kv_heads, splits))
     box = (1, 1, tile, dim)
     _attend_kernel[(splits, num_kv_heads, num_rows)](
