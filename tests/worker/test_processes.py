@@ -95,6 +95,7 @@ async def test_two_workers_and_one_dies(http: httpx.AsyncClient) -> None:
 
         tasks = [asyncio.create_task(stream(i)) for i in range(4)]
         while min(num_begun) < 3:
+            assert not any(task.done() for task in tasks), [task.result() for task in tasks if task.done()]
             await asyncio.sleep(0.01)
         workers[0].end(signal.SIGKILL)
         answers = await asyncio.gather(*tasks)
