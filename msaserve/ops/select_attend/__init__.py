@@ -1,5 +1,5 @@
-"""select_attend: select_blocks and sparse_attend in one, which lets the attention of one request run beside the scan of
-the next. What the model calls."""
+"""select_attend: select_blocks and sparse_attend in one, which saves a launch and lets what describes a row be read
+beside the scan. What the model calls."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""select_attend for decode on Hopper: scan, choice with attention, and merge, three launches whose work overlaps.
+"""select_attend for decode on Hopper: scan, choice with attention, and merge, three launches.
 
-`_scan_kernel` scores every block, keys coming by TMA. `_attend_kernel` starts while the last programs of the scan run:
-each program waits for its own request's scores, chooses its row's blocks and attends to its share of them.
-`_merge_kernel` waits for its own row's partial outputs.
+`_scan_kernel` scores every block, keys coming by TMA. `_attend_kernel` starts beside it and waits for it as a whole;
+then each program chooses its row's blocks and attends to its share of them. `_merge_kernel` starts beside that and waits
+for its own row's partial outputs.
 
-A waiting program looks at the data itself: every word that it will read is first set to UNWRITTEN by the program that
-will write it (`gluon_words`). With programmatic dependent launch a kernel starts only after
-every program of the one before has said that it may, which they say after this, so what is read is UNWRITTEN or final.
-No counter has to be kept or zeroed, and as the programs waited for are running already, none can wait for ever.
+It looks at the data itself: every word that it will read is first set to UNWRITTEN by the program that will write it
+(`gluon_words`). With programmatic dependent launch a kernel starts only after every program of the one before has said
+that it may, which they say after this, so what is read is UNWRITTEN or final. No counter has to be kept or zeroed, and
+as the programs waited for are running already, none can wait for ever.
 
 What is read before the launch before has ended, and so must not be written by one that lets its dependents start before
 it has: block_table, seq_lens, cu_query_lens, and index keys of blocks without a token of this step's queries.

@@ -1,4 +1,4 @@
-"""What the launches of select_attend wait with, and how a warp chooses a row's blocks.
+"""What select_attend's merge waits with, and how a warp chooses a row's blocks.
 
 A word is UNWRITTEN, a NaN that no arithmetic yields, until it is final: whoever will write it sets it to that and makes
 it visible before it lets the next kernel start.
