@@ -7,6 +7,7 @@ error, failures; then each failure, and each case that no kernel serves. Exit st
     --only TEXT                                cases whose name contains TEXT
     --operators a,b                            these operators only
     --jobs N                                   processes; compiling is most of the time
+    --first N                                  leave out N cases, which an earlier run had
 """
 
 from __future__ import annotations
