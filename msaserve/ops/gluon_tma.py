@@ -15,7 +15,9 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 
 @lru_cache(maxsize=64)
 def layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a box in shared memory. Working it out takes longer than a launch, so it is kept."""
+    """Of a box in shared memory. Working it out takes longer than a launch, so it is kept. For descriptors alone: a
+    layout among a kernel's constants is no JSON, which Triton writes of them when a compilation hook is set, as vLLM does.
+    """
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(box), element)
 

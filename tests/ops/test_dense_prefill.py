@@ -79,7 +79,6 @@ boxes = {"q": (64 // group, group, 64), "k_cache": (1, 1, block, 64), "v_cache":
 half = gl.float16 if is_narrow else gl.bfloat16
 dtypes = {"q": half, "k_cache": cache, "v_cache": cache}
 layout = gl.NVMMASharedLayout.get_default_for
-constants |= {f"{x.upper()}_LAYOUT": layout(list(boxes[f"{x}_cache"]), half) for x in "kv"}
 constants |= dict.fromkeys(("SCALED_K", "SCALED_V", "WIDEN"), bool(is_narrow))
 types = {"out": "*bf16", "scale_log2": "fp32", "B": "i32", "T": "i32", "k_scale": "*fp32", "v_scale": "*fp32"}
 for name, box in boxes.items():

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from msaserve.ops.dense_attend import triton_prefill
-from msaserve.ops.gluon_tma import descriptor, layout, tma_load
+from msaserve.ops.gluon_tma import descriptor, tma_load
 from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.sparse_attend.decode_triton import LOG2_E, head_step
 from msaserve.ops.sparse_attend.gluon_shared import fetch_block
@@ -279,8 +279,6 @@ def _attend_kernel(
     SCALED_K: gl.constexpr,
     SCALED_V: gl.constexpr,
     WIDEN: gl.constexpr,
-    K_LAYOUT: gl.constexpr,
-    V_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Tile num_programs(0) − 1 − program_id(0) of the queries, for KV head program_id(1)."""
@@ -302,8 +300,10 @@ def _attend_kernel(
     gain = 1.0
     if SCALED_V:
         gain = gl.load(v_scale + head * stride_vs).to(gl.float32)
-    k_smem = gl.allocate_shared_memory(element, [STAGES * HALVES, 1, 1, BLOCK, 64], K_LAYOUT)
-    v_smem = gl.allocate_shared_memory(element, [STAGES, 1, 1, BLOCK, D], V_LAYOUT)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK, 64], element)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK, D], element)
+    k_smem = gl.allocate_shared_memory(element, [STAGES * HALVES, 1, 1, BLOCK, 64], k_layout)
+    v_smem = gl.allocate_shared_memory(element, [STAGES, 1, 1, BLOCK, D], v_layout)
     q_smem = gl.allocate_shared_memory(element, [WGS * HALVES, ROWS // G, G, 64], q.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -421,8 +421,6 @@ def dense_attend(
         SCALED_K=k_scale is not None,
         SCALED_V=v_scale is not None,
         WIDEN=k_cache.itemsize == 1,
-        K_LAYOUT=layout((1, 1, block_size, 64), element),
-        V_LAYOUT=layout((1, 1, block_size, dim), element),
         num_warps=4,
     )
     return out

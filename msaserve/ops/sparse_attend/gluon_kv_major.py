@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from msaserve.ops.combine.triton import launch as launch_combine
-from msaserve.ops.gluon_tma import descriptor, layout, tma_load
+from msaserve.ops.gluon_tma import descriptor, tma_load
 from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.remap.plan_triton import Plan
 from msaserve.ops.select_attend.gluon_words import wait_for_launch_before
@@ -389,14 +389,14 @@ def _attend_kernel(
     V_SCALES: gl.constexpr,
     WIDEN: gl.constexpr,
     PDL: gl.constexpr,
-    K_LAYOUT: gl.constexpr,
-    V_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     HALVES: gl.constexpr = D // 64
     element: gl.constexpr = partial_out.dtype.element_ty
-    k_smem = gl.allocate_shared_memory(element, [2 * HALVES, 1, 1, BLOCK, 64], K_LAYOUT)
-    v_smem = gl.allocate_shared_memory(element, [2, 1, 1, BLOCK, D], V_LAYOUT)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK, 64], element)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK, D], element)
+    k_smem = gl.allocate_shared_memory(element, [2 * HALVES, 1, 1, BLOCK, 64], k_layout)
+    v_smem = gl.allocate_shared_memory(element, [2, 1, 1, BLOCK, D], v_layout)
     q_smem = gl.allocate_shared_memory(element, [SLOTS * HALVES, ROWS, 64], q.layout)
     taken = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     taken_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -505,8 +505,6 @@ def finish(batch: Batch, work: Plan) -> None:
         V_SCALES=0 if batch.v_scale is None else batch.v_scale.numel(),
         WIDEN=is_narrow,
         PDL=work.shared is not None,
-        K_LAYOUT=layout((1, 1, block_size, 64), q.dtype),
-        V_LAYOUT=layout((1, 1, block_size, dim), q.dtype),
         num_warps=4,
         launch_pdl=work.shared is not None,
     )

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from msaserve.ops.gluon_tma import descriptor, layout, tma_load
+from msaserve.ops.gluon_tma import descriptor, tma_load
 from msaserve.ops.remap.plan_triton import SharedBlocks
 from msaserve.ops.select_attend.gluon_words import let_next_start
 from msaserve.ops.sparse_attend.triton_kv_major import Batch
@@ -313,16 +313,16 @@ def _shared_kernel(
     K_SCALES: gl.constexpr,
     V_SCALES: gl.constexpr,
     WIDEN: gl.constexpr,
-    K_LAYOUT: gl.constexpr,
-    V_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     # the work items' programs start where these end: they read nothing that these write
     let_next_start()
     HALVES: gl.constexpr = D // 64
     element: gl.constexpr = partial_out.dtype.element_ty
-    k_smem = gl.allocate_shared_memory(element, [2 * HALVES, 1, 1, BLOCK, 64], K_LAYOUT)
-    v_smem = gl.allocate_shared_memory(element, [2, 1, 1, BLOCK, D], V_LAYOUT)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK, 64], element)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK, D], element)
+    k_smem = gl.allocate_shared_memory(element, [2 * HALVES, 1, 1, BLOCK, 64], k_layout)
+    v_smem = gl.allocate_shared_memory(element, [2, 1, 1, BLOCK, D], v_layout)
     q_smem = gl.allocate_shared_memory(element, [Q_STAGES * PARTS * HALVES, ROWS // G, G, 64], q.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -403,7 +403,5 @@ def attend_shared(batch: Batch, shared: SharedBlocks) -> None:
         K_SCALES=0 if batch.k_scale is None else batch.k_scale.numel(),
         V_SCALES=0 if batch.v_scale is None else batch.v_scale.numel(),
         WIDEN=is_narrow,
-        K_LAYOUT=layout((1, 1, block_size, 64), batch.q.dtype),
-        V_LAYOUT=layout((1, 1, block_size, dim), batch.q.dtype),
         num_warps=4,
     )
