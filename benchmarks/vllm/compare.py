@@ -39,25 +39,27 @@ def ratio_lines(keys: list[str], stock: list[dict[str, Any]], ours: list[dict[st
 
 
 def plot(stock: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
-    """Output tokens a second, time to first token and time a token against the context, a line a concurrency."""
-    figure = import_module("matplotlib.figure").Figure(figsize=(12, 3.6), layout="constrained")
+    """Against the context: output tokens a second and time to first token at each concurrency, and the latter cold."""
+    figure = import_module("matplotlib.figure").Figure(figsize=(12, 3.8), layout="constrained")
+    ticker = import_module("matplotlib.ticker")
     panels = (
-        ("output_tokens_per_s", "output tokens a second"),
-        ("ttft_ms", "median time to first token, ms"),
-        ("step_ms", "time a token, ms"),
+        ("together", "output_tokens_per_s", "output tokens a second"),
+        ("together", "ttft_ms", "median time to first token, ms, prefix cached"),
+        ("cold", "cold_ttft_ms", "time to first token, ms, nothing cached"),
     )
-    for axes, (figure_of, title) in zip(figure.subplots(1, 3), panels, strict=True):
+    for axes, (table, figure_of, title) in zip(figure.subplots(1, 3), panels, strict=True):
         for style, name, result in (("--", "vLLM", stock), ("-", "with the plugin", ours)):
-            for number, concurrency in enumerate(sorted({row["concurrency"] for row in result["together"]})):
-                rows = [row for row in result["together"] if row["concurrency"] == concurrency]
-                label = f"{name}, {concurrency} at once"
+            for number, concurrency in enumerate(sorted({row.get("concurrency", 1) for row in result[table]})):
+                rows = [row for row in result[table] if row.get("concurrency", 1) == concurrency]
                 x, y = [row["context"] for row in rows], [row[figure_of] for row in rows]
-                axes.plot(x, y, style, color=f"C{number}", marker="o", label=label)
-        contexts = sorted({row["context"] for row in stock["together"]})
+                axes.plot(x, y, style, color=f"C{number}", marker="o", label=f"{name}, {concurrency} at once")
+        contexts = sorted({row["context"] for row in stock[table]})
         axes.set(title=title, xlabel="context, tokens", xscale="log", yscale="log")
         axes.set_xticks(contexts, [f"{context // 1024}K" for context in contexts])
         axes.minorticks_off()
-    figure.axes[0].legend(fontsize="small")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize="small")
     figure.savefig(path)
 
 
@@ -65,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("stock", type=Path)
     parser.add_argument("ours", type=Path)
-    parser.add_argument("--plot", type=Path, help="an image of the last table; needs matplotlib")
+    parser.add_argument("--plot", type=Path, help="an image of the last two tables; needs matplotlib")
     args = parser.parse_args()
     stock, ours = json.loads(args.stock.read_text()), json.loads(args.ours.read_text())
     print("greedy\n" + "\n".join(greedy_lines(stock["greedy"], ours["greedy"])))

@@ -94,7 +94,8 @@ def test_compare_refuses_results_of_other_runs(tmp_path: Path) -> None:
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [together(context, n, 400.0 * n) for context in (8192, 65_536) for n in (1, 8)]
-    load("compare").plot({"together": rows}, {"together": rows}, tmp_path / "plot.svg")
+    cold = [{"context": context, "cold_ttft_ms": context / 100} for context in (8192, 65_536)]
+    load("compare").plot({"together": rows, "cold": cold}, {"together": rows, "cold": cold}, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
     assert drawn.count('id="axes_') == 3
     assert "with the plugin, 8 at once" in drawn
