@@ -316,7 +316,7 @@ class Log:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.train_tiny.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="checkpoint/, log.jsonl and state.pt go here")
-    parser.add_argument("--state", type=Path, help="keep state.pt (weights, optimizer: 160 MB) here instead")
+    parser.add_argument("--state", type=Path, help="keep state.pt (weights, optimizers: 115 MB) here instead")
     parser.add_argument("--resume-from", type=Path, help="an exported checkpoint, if there is no state.pt")
     parser.add_argument("--minutes", type=float, default=22.0, help="of the whole training, over all runs")
     parser.add_argument("--max-minutes", type=float, default=1e9, help="of this run: then save and stop")
