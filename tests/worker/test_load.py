@@ -106,7 +106,7 @@ async def test_a_worker_killed_under_load() -> None:
 
         async def stream(i: int) -> tuple[int, list[str]]:
             lines = []
-            body = completion(max_tokens=400, prompt=[5 + i, 6, 7])
+            body = completion(max_tokens=150, prompt=[5 + i, 6, 7])
             async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
                 async for line in answer.aiter_lines():
                     if line:
