@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -129,6 +130,8 @@ def _all(bars: Sequence[Bar], arguments: argparse.Namespace) -> Iterator[tuple[T
         for task in tasks(bars, 1):
             yield task, ask(task, arguments)
         return
+    # Read when a process imports torch: each would otherwise start threads for every core.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // arguments.processes)))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
         futures = {pool.submit(ask, task, arguments): task for task in tasks(bars, arguments.processes)}

@@ -74,11 +74,11 @@ def test_it_is_small_and_of_the_recipe() -> None:
     ("skill", "n", "context", "at_least"),
     [
         ("needle", 8, 600, 8),
-        ("needle", 4, 4096, 4),
+        ("needle", 2, 4096, 2),
         ("picture", 20, 1024, 20),
         ("tool", 16, 1024, 16),
         ("video", 10, 1024, 10),
-        ("mixed", 4, 2048, 4),
+        ("mixed", 2, 2048, 2),
     ],
 )
 def test_it_answers_as_well_as_when_it_was_made(
