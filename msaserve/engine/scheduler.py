@@ -170,7 +170,8 @@ class Scheduler:
             if request.num_tokens - request.num_computed_tokens > 1:
                 planned.append((request, self._row(request, query_len)))
                 budget -= query_len
-        # Whatever was just preempted waits first in line for more pages than it gave up: nothing follows it in here.
+        # Whatever was just preempted waits first in line, for more pages than it gave up. Only if its blocks are those
+        # of other requests too does it come back at once, sharing theirs; then there may be room for others behind it.
         while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
             request = self._waiting[0]
             if not self._admit(request):

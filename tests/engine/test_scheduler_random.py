@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from msaserve.engine.plan import PlanRow, RowResult, StepPlan, StepResult
@@ -182,12 +182,11 @@ class Play:
         scheduler = self.scheduler
         running = [r for r in self.requests.values() if r.status is RequestStatus.RUNNING]
         had_work = scheduler.has_work()
-        num_preemptions = scheduler.load().num_preemptions
         plan = scheduler.schedule()
         if rng is None or rng.random() < 0.5:
             scheduler.check_integrity()  # with the step in flight
         assert bool(plan.rows) == had_work
-        if scheduler.load().num_preemptions > num_preemptions:
+        if any(r.status is RequestStatus.PREEMPTED for r in running):
             assert {row.request_id for row in plan.rows} <= {r.request_id for r in running}, "admitted while preempting"
         if running:
             assert running[0].status is RequestStatus.RUNNING, "the oldest request was preempted"
@@ -329,6 +328,8 @@ CONFIGS = st.builds(
 OPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2**16)), max_size=40)
 
 
+# Two alike: the second is preempted for a page, comes back at once, shares the first one's and leaves room for a third.
+@example(config(num_pages=19, budget=3, num_seqs=3, has_cache=True, max_queue=None), 0, [(0, 270), (0, 270), (0, 0)])
 @given(CONFIGS, st.integers(0, 3), OPS)
 @settings(max_examples=200, deadline=None)
 def test_scripts_that_shrink(config: SchedulerConfig, shuffle_seed: int, ops: list[tuple[int, int]]) -> None:
