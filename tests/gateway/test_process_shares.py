@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import subprocess
+from typing import Any
+
 import pytest
 from fake_engine import TINY, FakeClient
 
 from msaserve.gateway.app import GatewaySettings, create_app
 from msaserve.gateway.client import Breaker, WorkerState
+from msaserve.gateway.command import Gateway
 from msaserve.gateway.media.options import MediaOptions
 from msaserve.gateway.media.pool import num_cores
 from msaserve.gateway.place import Place
+from msaserve.gateway.processes import supervisor
 from msaserve.observe.merge import Family, lasting, merged
 from msaserve.observe.metrics import ServerMetrics
 from msaserve.tokenizer import Tokenizer
@@ -87,3 +94,28 @@ def test_shares(count: int) -> None:
     settings = GatewaySettings("tiny", max_body_bytes=100)
     app = create_app(FakeClient(), Tokenizer.load(TINY), None, settings, place=Place(count=count))
     assert app.state.gateway._bodies.limit == {1: 6400, 2: 3200, 1000: 100}[count]
+
+
+async def test_a_process_that_cannot_be_started_again_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[tuple[int, ...]] = []
+
+    def no_room(*arguments: Any, pass_fds: list[int], **options: Any) -> None:
+        tries.append(tuple(pass_fds))
+        raise OSError("cannot fork")
+
+    monkeypatch.setattr(subprocess, "Popen", no_room)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY", 0.001)
+    with socket.socket() as listener:
+        several = supervisor.Supervisor(Gateway(worker=("unix:///w",)), 2, listener)
+        gone, other = several._slots
+        gone.was_ready = True
+        other.is_ready.set()
+        keeping = asyncio.create_task(several._keep(gone))
+        while len(tries) < 6 and not keeping.done():
+            await asyncio.sleep(0.001)
+        several._is_stopping.set()
+        await keeping
+    assert "gateway process 0 ended: it could not be started: cannot fork" in caplog.text
+    assert tries[0] == tries[-1], "descriptors are left open"

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -148,11 +148,7 @@ class Supervisor:
         delay = _FIRST_DELAY
         while True:
             start = time.monotonic()
-            process = slot.process = await _Process.start(self._task(slot.number))
-            how = await self._follow(slot, process)
-            slot.process = None
-            slot.num_failed = 0 if slot.is_ready.is_set() else slot.num_failed + 1
-            self._bury(slot, process)
+            how = await self._live(slot)
             if self._is_stopping.is_set():
                 return
             if not slot.was_ready:
@@ -172,6 +168,20 @@ class Supervisor:
                 return
             delay = min(2 * delay, _LONGEST_DELAY)
 
+    async def _live(self, slot: _Slot) -> str:
+        """One process in this place, from its start until it is gone. Returns how it ended."""
+        slot.refusal = None
+        try:
+            process = slot.process = await _Process.start(self._task(slot.number))
+        except OSError as error:  # no memory or descriptors for one more: those that run go on
+            slot.num_failed += 1
+            return f"it could not be started: {error}"
+        how = await self._follow(slot, process)
+        slot.process = None
+        slot.num_failed = 0 if slot.is_ready.is_set() else slot.num_failed + 1
+        self._bury(slot, process)
+        return how
+
     def _task(self, number: int) -> Callable[[int, int], Task]:
         return lambda control, connections: Task(
             options=self._options,
@@ -187,7 +197,6 @@ class Supervisor:
 
     async def _follow(self, slot: _Slot, process: _Process) -> str:
         """Do what a process asks for until it ends; returns how it did."""
-        slot.refusal = None
         while (message := await process.control.receive()) is not None:
             if isinstance(message, Ready):
                 slot.text, slot.was_ready = message.text, True
@@ -310,12 +319,12 @@ class _Process:
 
     @classmethod
     async def start(cls, task: Callable[[int, int], Task]) -> _Process:
-        """task: for the descriptors of its ends of two connections."""
-        ours, theirs = socket.socketpair()
-        connections, their_connections = socket.socketpair()
+        """task: for the descriptors of its ends of two connections. Raises OSError."""
         package_root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(p for p in (package_root, os.environ.get("PYTHONPATH")) if p)
-        with theirs, their_connections:
+        with ExitStack() as undo:
+            ours, theirs = map(undo.enter_context, socket.socketpair())
+            connections, their_connections = map(undo.enter_context, socket.socketpair())
             its = task(theirs.fileno(), their_connections.fileno())
             popen = subprocess.Popen(
                 [sys.executable, "-m", "msaserve.gateway.processes.child"],
@@ -324,6 +333,9 @@ class _Process:
                 env={**os.environ, "PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C is for this process: it lets requests end first
             )
+            undo.pop_all()
+        theirs.close()
+        their_connections.close()
         assert popen.stdin is not None
         with suppress(BrokenPipeError):  # it has died; its control says so too
             popen.stdin.write(msgspec.json.encode(its) + b"\n")
