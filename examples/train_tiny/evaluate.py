@@ -15,12 +15,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from examples.train_tiny.setting import describe
 from msaserve.config import EngineConfig
 from msaserve.errors import InvalidRequestError
 from msaserve.eval.answer import InProcess
 from msaserve.eval.example import Example
 from msaserve.eval.run import Result, Skill, make_examples, plot, rows, run
 from msaserve.eval.selection import Selection
+from msaserve.models.loader import resolve_device
 
 ROOM = 1024
 """Tokens of a prompt beyond its context, and of the reply: a picture's 576 may all come on top."""
@@ -144,6 +146,8 @@ def evaluate(arguments: argparse.Namespace) -> bool:
     bars = FULL if arguments.full else SMALL
     arguments.out.mkdir(parents=True, exist_ok=True)
     found: dict[Bar, dict[int, Result]] = {bar: {} for bar in bars}
+    setting = {"checkpoint": str(arguments.checkpoint), "seed": arguments.seed}
+    setting |= describe(resolve_device(arguments.device))
     start = time.monotonic()
     for task, results in _all(bars, arguments):
         found[task.bar] |= {task.first + i: result for i, result in enumerate(results)}
@@ -154,7 +158,7 @@ def evaluate(arguments: argparse.Namespace) -> bool:
                 turn = result.example.turns[0]
                 print(f"    {turn.parts[-1]!s:.60} → {result.reply} instead of {turn.reply}", flush=True)
         report = [_entry(bar, results) for bar, results in found.items() if results]
-        text = json.dumps({"seconds": round(time.monotonic() - start, 1), "rows": report}, indent=1)
+        text = json.dumps({**setting, "seconds": round(time.monotonic() - start, 1), "rows": report}, indent=1)
         (arguments.out / "evaluation.json").write_text(text + "\n")
     print()
     for bar, answered in found.items():

@@ -24,6 +24,7 @@ from examples.train_tiny.kernels import Kernels, agree
 from examples.train_tiny.model import balance_experts, build, forward
 from examples.train_tiny.muon import Muon
 from examples.train_tiny.recipe import FULL, SMOKE, Recipe
+from examples.train_tiny.setting import describe
 from msaserve.config import ModelConfig
 from msaserve.models.loader import load_model
 from msaserve.models.minimax_m3 import MiniMaxM3
@@ -202,6 +203,8 @@ def train(arguments: argparse.Namespace) -> float:
             optimizer.load_state_dict(state)
     parameters = [p for p in model.parameters() if p.requires_grad]
     kernels = Kernels() if arguments.plain else choose_kernels(device)
+    setting = describe(device) | {"seed": arguments.seed}
+    print(setting, flush=True)
     save_at = time.monotonic() + 60 * arguments.save_minutes
     reply_loss, log = math.inf, Log(out / "log.jsonl")
     waited_s = 0.0
@@ -236,9 +239,9 @@ def train(arguments: argparse.Namespace) -> float:
             reply_loss = log.write(step, clock, stage_at(recipe, progress_now), rate, float(norm), waited_s)
             waited_s = 0.0
         if time.monotonic() > save_at:
-            save(model, optimizers, out, state_path, step=step, spent_s=clock.spent_s)
+            save(model, optimizers, out, state_path, step=step, spent_s=clock.spent_s, setting=setting)
             save_at = time.monotonic() + 60 * arguments.save_minutes
-    save(model, optimizers, out, state_path, step=step, spent_s=clock.spent_s)
+    save(model, optimizers, out, state_path, step=step, spent_s=clock.spent_s, setting=setting)
     signal.signal(signal.SIGTERM, before)
     is_done = clock.progress(step) >= 1.0
     print(f"{'done' if is_done else 'to be resumed'}: step {step}, {clock.spent_s / 60:.1f} minutes", flush=True)
@@ -253,8 +256,9 @@ def save(
     *,
     step: int,
     spent_s: float,
+    setting: dict[str, str | int],
 ) -> None:
-    """The state to resume from, and the checkpoint; each is whole at any moment."""
+    """The state to resume from, and the checkpoint; each is whole at any moment. setting: of this run, kept with it."""
     state_path.parent.mkdir(parents=True, exist_ok=True)
     state = {
         "model": model.state_dict(),
@@ -268,7 +272,8 @@ def save(
     for directory in (new, old):
         shutil.rmtree(directory, ignore_errors=True)
     export(model, new)
-    (new / "progress.json").write_text(json.dumps({"step": step, "spent_s": round(spent_s, 1)}) + "\n")
+    progress = {"step": step, "spent_s": round(spent_s, 1), **setting}
+    (new / "progress.json").write_text(json.dumps(progress, indent=1) + "\n")
     (out / CHECKPOINT).rename(old)
     new.rename(out / CHECKPOINT)
     shutil.rmtree(old)

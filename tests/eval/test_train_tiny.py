@@ -316,6 +316,10 @@ def test_smoke_training_learns_resumes_and_exports(tmp_path: Path) -> None:
     assert [line["stage"] for line in log] == [0, 1, 1, 1]
     assert last < first < log[0]["reply"]
     checkpoint = tmp_path / train.CHECKPOINT
+    progress = json.loads((checkpoint / "progress.json").read_text())
+    assert progress["step"] == 8
+    assert progress["seed"] == 0
+    assert progress["torch"] == torch.__version__
     files = list(checkpoint.iterdir())
     assert sum(file.stat().st_size for file in files) < 40 * 10**6
     assert max(file.stat().st_size for file in files) < 16 * 2**20
@@ -352,6 +356,10 @@ def test_evaluation_fails_below_a_bar(
 
     assert passes(evaluate.Bar("tool", 1), evaluate.Bar("needle", 1, 300, at_most=0.2, selection="random"))
     report = json.loads((tmp_path / "evaluation.json").read_text())
+    assert report["seed"] == 1
+    assert report["checkpoint"] == str(untrained)
+    assert report["torch"] == torch.__version__
+    assert report["device"]
     assert [(row["selection"], row["asked"], row["is_passed"]) for row in report["rows"]] == [
         ("index", 1, True),
         ("random", 1, True),
