@@ -1,29 +1,33 @@
-"""What of benchmarks/vllm runs without vLLM: the slice's configuration and the comparison of two results."""
+"""What of benchmarks/vllm runs without vLLM: the slice's configuration, taking turns, and the judge."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from golden_data import golden
+from safetensors import safe_open
 
 from msaserve.config import ModelConfig
+from msaserve.models.loader import load_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/vllm"
 
 
 def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"vllm_benchmark_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The script as a module; those it imports lie beside it."""
+    if str(FOLDER) not in sys.path:
+        sys.path.insert(0, str(FOLDER))
+    return importlib.import_module(name)
 
 
 def test_slice_is_minimax_m3_with_fewer_layers(tmp_path: Path) -> None:
@@ -54,48 +58,34 @@ def test_selection_without_a_release(tmp_path: Path) -> None:
     assert "scripts/vllm_facts.py VERSION --keep DIR" in done.stderr
 
 
-def together(context: int, concurrency: int, speed: float) -> dict[str, Any]:
+def together(server: str, context: int, concurrency: int, speed: float) -> dict[str, Any]:
     figures = {"output_tokens_per_s": speed, "ttft_ms": 70.0, "last_ttft_ms": 90.0, "step_ms": 2.0}
-    return {"context": context, "concurrency": concurrency, **figures}
+    return {"server": server, "round": 0, "context": context, "concurrency": concurrency, **figures}
 
 
-def compare(*paths: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(FOLDER / "compare.py"), *map(str, paths)], capture_output=True, text=True, check=False
-    )
+def cold(server: str, context: int, milliseconds: float) -> dict[str, Any]:
+    return {"server": server, "round": 0, "context": context, "cold_ttft_ms": milliseconds}
 
 
 def test_compare(tmp_path: Path) -> None:
-    def result(tokens: list[int], gap: float, ttft: float, speed: float) -> str:
-        greedy = [{"context": 200, "tokens": tokens, "best": [[-1.0, -1.0 - gap]] * len(tokens)}]
-        cold = [{"context": 8192, "cold_ttft_ms": ttft}]
-        return json.dumps({"greedy": greedy, "cold": cold, "together": [together(8192, 32, speed)]})
-
-    paths = [tmp_path / "stock.json", tmp_path / "ours.json"]
-    paths[0].write_text(result([1, 2, 3], 0.5, 100.0, 400.0))
-    paths[1].write_text(result([1, 2, 4], 0.25, 50.0, 600.0))
-    said = compare(*paths).stdout
-    assert "| 200 | 2 of 3 | 0.5000, 0.2500 |" in said
-    assert "| 8,192 | 100.00 → 50.00 (0.50) |" in said
-    assert "| 8,192 | 32 | 400.00 → 600.00 (1.50) | 70.00 → 70.00 (1.00) |" in said
-
-
-def test_compare_refuses_results_of_other_runs(tmp_path: Path) -> None:
-    paths = []
-    for concurrency in (1, 8):
-        cold = [{"context": 8192, "cold_ttft_ms": 1.0}]
-        paths.append(tmp_path / f"{concurrency}.json")
-        paths[-1].write_text(json.dumps({"greedy": [], "cold": cold, "together": [together(8192, concurrency, 400.0)]}))
-    done = compare(*paths)
-    assert done.returncode == 1
-    assert "not the same runs: [8192, 1] and [8192, 8]" in done.stderr
+    rows = [together("stock", 8192, 32, speed) for speed in (400.0, 390.0, 1000.0)]
+    rows += [together("ours", 8192, 32, speed) for speed in (600.0, 10.0, 610.0)]
+    rows += [cold("stock", 8192, 100.0), cold("ours", 8192, 40.0), cold("ours", 8192, 60.0)]
+    rows += [together("ours", 65_536, 1, 1.0)]  # a point that only one of them reached
+    (tmp_path / "table.json").write_text(json.dumps(rows))
+    command = [sys.executable, str(FOLDER / "compare.py"), str(tmp_path / "table.json")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "| 8,192 | 32 | 3 | 400.0 [395.0–700.0] → 600.0 [305.0–605.0] (1.50) | 70.0 [70.0–70.0] →" in said
+    assert "| 8,192 | 1 | 100.0 [100.0–100.0] → 50.0 [40.0–60.0] (0.50) |" in said
+    assert "65,536" not in said
 
 
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    rows = [together(context, n, 400.0 * n) for context in (8192, 65_536) for n in (1, 8)]
-    cold = [{"context": context, "cold_ttft_ms": context / 100} for context in (8192, 65_536)]
-    load("compare").plot({"together": rows, "cold": cold}, {"together": rows, "cold": cold}, tmp_path / "plot.svg")
+    servers = ("stock", "ours")
+    rows = [together(s, context, n, 400.0 * n) for s in servers for context in (8192, 65_536) for n in (1, 8)]
+    rows += [cold(s, context, context / 100) for s in servers for context in (8192, 65_536)]
+    load("compare").plot(rows, *servers, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
     assert drawn.count('id="axes_') == 3
     assert "with the plugin, 8 at once" in drawn
@@ -105,6 +95,7 @@ class Engine:
     """vLLM's engine as `Slice.timed` drives it: one token of each request a step, the first only after two steps."""
 
     def __init__(self) -> None:
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 20_000)
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.made: dict[str, int] = {}
         self.sent: list[list[int]] = []
@@ -119,6 +110,7 @@ class Engine:
         return bool(self.requests)
 
     def step(self) -> list[Any]:
+        time.sleep(0.001)
         outputs = []
         for name, (_, most) in list(self.requests.items()):
             self.made[name] += 1
@@ -129,16 +121,148 @@ class Engine:
         return outputs
 
 
-def test_requests_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Engine]:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
-    module, engine = load("slice"), Engine()
-    runs = module.Slice(SimpleNamespace(llm_engine=engine))
-    monkeypatch.setattr(runs, "generate", lambda prompts, num_tokens: (0.0, []))
-    row = runs.together(4096, 3)
+    engine = Engine()
+    made = load("slice").Slice(SimpleNamespace(llm_engine=engine))
+    monkeypatch.setattr(made, "generate", lambda prompts, num_tokens: (0.0, []))
+    return made, engine
+
+
+def test_requests_sent_together(runs: tuple[Any, Engine]) -> None:
+    module, (made, engine) = load("slice"), runs
+    row = made.together(4096, 3)
     assert (row["context"], row["concurrency"]) == (4096, 3)
-    assert [len(prompt) for prompt in engine.sent] == [4096] * 6
+    assert [len(prompt) for prompt in engine.sent] == [4096] * 3
     assert len({tuple(prompt[: 4096 - module.NEW]) for prompt in engine.sent}) == 1
-    assert len({tuple(prompt) for prompt in engine.sent}) == 6
-    assert 0 < row["ttft_ms"] <= row["last_ttft_ms"]
-    assert row["output_tokens_per_s"] > 0
+    assert len({tuple(prompt) for prompt in engine.sent}) == 3
+    # Two steps to the first tokens, then one step a token.
+    assert 2 <= row["ttft_ms"] <= row["last_ttft_ms"]
+    assert 1 <= row["step_ms"] < row["ttft_ms"]
+    assert 0 < row["output_tokens_per_s"] <= 3 * module.OUTPUT / (0.001 * (module.OUTPUT + 1))
     assert set(engine.made.values()) == {module.OUTPUT}
+
+
+def test_turns_over_two_servers(runs: tuple[Any, Engine], tmp_path: Path) -> None:
+    """The real server loop and the real controller, over an engine that is none."""
+
+    class Failing:
+        def together(self, context: int, concurrency: int) -> None:
+            raise ValueError("out of memory")
+
+    module, directories = load("slice"), [tmp_path / name for name in ("stock", "ours")]
+    threads = [
+        threading.Thread(target=module.serve, args=(made, directory), daemon=True)
+        for made, directory in zip((runs[0], Failing()), directories, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    while not all((directory / "ready").exists() for directory in directories):
+        time.sleep(0.01)
+    command = [sys.executable, str(FOLDER / "turns.py"), *map(str, directories), "--out", str(tmp_path / "table.json")]
+    command += ["--contexts", "8192", "--concurrency", "1", "--rounds", "1"]
+    failed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert "ValueError: out of memory" in failed.stderr
+    command[3] = command[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "table.json").read_text())
+    assert [set(row) & {"ttft_ms", "cold_ttft_ms"} for row in rows] == 6 * [{"ttft_ms"}] + 2 * [{"cold_ttft_ms"}]
+    for directory in directories:
+        load("turns").Server(directory).send("end")
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The slice's, narrow."""
+    directory, patch = tmp_path_factory.mktemp("slice"), pytest.MonkeyPatch()
+    module = load("slice")
+    write_config = module.write_config
+
+    def narrow(directory: Path, **sizes: int) -> None:
+        write_config(directory, **sizes)
+        config = json.loads((directory / "config.json").read_text())
+        sizes = {"hidden_size": 64, "intermediate_size": 32, "dense_intermediate_size": 32, "num_attention_heads": 8}
+        config["text_config"] |= {**sizes, "shared_intermediate_size": 32}
+        (directory / "config.json").write_text(json.dumps(config))
+
+    with patch.context() as context:
+        context.setattr(module, "write_config", narrow)
+        load("checkpoint").write(directory, device="cpu", num_layers=3, num_dense=1, num_experts=8, vocab_size=1200)
+    return directory
+
+
+def test_checkpoint_has_vllms_names(checkpoint: Path) -> None:
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        assert file.get_tensor("lm_head.weight").dtype == torch.bfloat16
+        embeddings, head = file.get_tensor("model.embed_tokens.weight"), file.get_tensor("lm_head.weight")
+    assert {"model.layers.1.self_attn.index_q_proj.weight", "model.layers.2.block_sparse_moe.gate.weight"} < names
+    assert all(name.startswith(("model.", "lm_head.")) for name in names)
+    assert 0.9 < float(embeddings.float().std()) < 1.1
+    assert not torch.equal(embeddings, head)
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module; what it changes for good in its own process is set back."""
+    module = load("judge")
+    for name in module.OPERATORS:
+        operator = importlib.import_module(f"msaserve.ops.{name}")
+        monkeypatch.setattr(operator, "IMPLS", operator.IMPLS)
+    for name, tile in module.TILES:
+        reference = importlib.import_module(f"msaserve.ops.{name}.reference")
+        monkeypatch.setattr(reference, tile, getattr(reference, tile))
+    module.only_references()
+    return module
+
+
+def test_reference_is_transformers(judge: Any) -> None:
+    directory, expected = golden("tiny")
+    tokens, rows = expected["text.input_ids"], expected["text.rows"].long()
+    reference = judge.Reference(load_model(directory, show_progress=False), len(tokens))
+    wanted = expected["text.logits"].log_softmax(-1)
+    got = reference.logprobs(tokens.tolist(), 0, first_scored=int(rows[0]))
+    assert torch.allclose(got[rows - rows[0]], wanted, atol=2e-3)
+    following = reference.following(tokens.tolist())
+    for row, logprobs in zip(rows.tolist(), wanted, strict=True):
+        if row + 1 < len(tokens):
+            assert following[row] == pytest.approx(float(logprobs[tokens[row + 1]]), abs=2e-3)
+
+
+def test_judge(judge: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three engines the first is right, the second parts from it once, the third gives no numbers."""
+    module = load("slice")
+    monkeypatch.setattr(module, "SCORED", (300,))
+    monkeypatch.setattr(judge, "CHUNK", 128)
+    reference = judge.Reference(judge.load(checkpoint, "cpu"), 600)
+    lengths, right = (200, 450), []
+    for number, length in enumerate(lengths):
+        tokens, best = module.greedy_prompt(number, length, 1200), []
+        for _ in range(3):
+            logprobs = reference.logprobs(tokens, 0, first_scored=len(tokens) - 1)[0]
+            best.append(logprobs.topk(2).values.tolist())
+            tokens.append(int(logprobs.argmax()))
+        right.append({"context": length, "tokens": tokens[length:], "best": best})
+    scored = [{"context": 300, "logprobs": reference.following(module.make_prompt(300, 300, 1200))}]
+    other = json.loads(json.dumps(right))
+    other[1]["tokens"][2] = (right[1]["tokens"][2] + 1) % 1200
+    lost = json.loads(json.dumps(right[:1]))
+    lost[0]["best"] = [[float("nan")] * 2] * 3
+    results = {
+        "right": {"greedy": right, "scored": scored},
+        "other": {"greedy": other, "scored": []},
+        "lost": {"greedy": lost, "scored": [{"context": 300, "logprobs": [0.0] * 299}]},
+    }
+    lines, figures = judge.judge(reference, results, 1200)
+    assert figures["hits"] == {"right": [6, 6], "other": [5, 6], "lost": [3, 3]}
+    assert "| right | 6 of 6 | 0.0000 in the mean, 99 %: 0.000, most 0.000 | 0.0000 in the mean" in lines[2]
+    assert "| lost | 3 of 3 | inf in the mean" in lines[4]
+    assert "99 %: 0.000" not in lines[4]
+    assert "| right, other | 1 | 1 | 0 |" in "\n".join(lines)
+    assert [(p["pair"], p["context"], p["step"]) for p in figures["partings"]] == [(["right", "other"], 450, 2)]
