@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +303,7 @@ def test_stages_and_rates() -> None:
 
 
 @pytest.mark.slow
-def test_smoke_training_learns_resumes_and_exports(tmp_path: Path) -> None:
+def test_smoke_training_learns_resumes_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*options: str) -> float:
         arguments = ["--smoke", "--device", "cpu", "--out", str(tmp_path), "--workers", "0", "--log-every", "2"]
         return train.train(train.parse_arguments([*arguments, *options]))
@@ -329,6 +331,11 @@ def test_smoke_training_learns_resumes_and_exports(tmp_path: Path) -> None:
     # No time left: it stops at once and loses nothing.
     run("--steps", "1000", "--max-minutes", "0")
     assert torch.load(tmp_path / train.STATE, weights_only=True)["step"] == 8
+    # Nor when it is told to end.
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "choose_kernels", lambda device: os.kill(os.getpid(), signal.SIGTERM) or kernels.Kernels())
+        run("--steps", "1000")
+    assert torch.load(tmp_path / train.STATE, weights_only=True)["step"] == 8
     exported = load_model(checkpoint).state_dict()
     for name, tensor in trained["model"].items():
         assert torch.equal(exported[name], tensor.bfloat16().float()), name
@@ -349,12 +356,14 @@ def test_smoke_training_learns_resumes_and_exports(tmp_path: Path) -> None:
 def test_evaluation_fails_below_a_bar(
     untrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def passes(*bars: evaluate.Bar) -> bool:
+    def passes(*bars: evaluate.Bar, processes: int = 1) -> bool:
         monkeypatch.setattr(evaluate, "SMALL", bars)
         options = ["--checkpoint", str(untrained), "--out", str(tmp_path), "--device", "cpu"]
+        options += ["--processes", str(processes)]
         return evaluate.evaluate(evaluate.parse_arguments(options))
 
-    assert passes(evaluate.Bar("tool", 1), evaluate.Bar("needle", 1, 300, at_most=0.2, selection="random"))
+    bars = evaluate.Bar("tool", 1), evaluate.Bar("needle", 1, 300, at_most=0.2, selection="random")
+    assert passes(*bars, processes=2)
     report = json.loads((tmp_path / "evaluation.json").read_text())
     assert report["seed"] == 1
     assert report["checkpoint"] == str(untrained)
