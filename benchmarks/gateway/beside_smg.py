@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import shutil
@@ -39,7 +40,7 @@ from msaserve.worker import servicer
 from msaserve.worker.served import ServedModel
 from msaserve.worker.server import WorkerServer
 
-SMG = Path(sys.executable).with_name("smg")
+SMG = shutil.which("smg", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 OURS, THEIRS = "msaserve", "smg"
 LONG = "text of 480,000 characters"
 PORTS = {OURS: 18701, THEIRS: 18702}

@@ -41,7 +41,9 @@ class Options:
     checkpoint: Path = GOLDEN / "tiny"
     repeats: int = 7
     clip_seconds: int = 10
-    """Length of the clip of 1920×1080 at 30 frames a second, H.264."""
+    """Length of the clip of 1920×1080 at 30 frames a second, H.264; 0: no clip."""
+    processes: int | None = None
+    """Media processes. Default: one for each core."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,11 @@ def main(options: Options) -> None:
 async def measure(options: Options) -> None:
     source = find_spec(options.checkpoint)
     assert source is not None
-    media = MediaPipeline(source, MediaLimits(max_cache_bytes=0, video_timeout_s=600.0))
-    print(f"{date.today()}, {platform.processor() or platform.machine()}, {num_cores()} cores, median of ", end="")
-    print(f"{options.repeats}\n\n| item | ms | processor ms | tokens |\n|---|---|---|---|")
+    limits = MediaLimits(max_cache_bytes=0, video_timeout_s=600.0)
+    media = MediaPipeline(source, limits, num_processes=options.processes or num_cores())
+    print(f"{date.today()}, {platform.processor() or platform.machine()}, {num_cores()} cores, ", end="")
+    print(f"{options.processes or num_cores()} media processes, median of {options.repeats}\n")
+    print("| item | ms | processor ms | tokens |\n|---|---|---|---|")
     try:
         for case in cases(options):
             await run(media, case, 2)
@@ -120,13 +124,16 @@ def cases(options: Options) -> list[Case]:
     def photo(width: int, height: int) -> bytes:
         return encode(small.resize((width, height), Image.Resampling.BICUBIC), "JPEG", quality=90)
 
-    return [
+    pictures = [
         Case("PNG 448², noise", "image", noise(448)),
         Case("JPEG 1920×1080", "image", photo(1920, 1080)),
         Case("JPEG 4000×3000", "image", photo(4000, 3000)),
         Case("24 PNG 672², noise, one request", "image", noise(672), 24),
-        Case(f"H.264 1920×1080, 30 fps, {options.clip_seconds} s", "video", clip(small, options.clip_seconds)),
     ]
+    if not options.clip_seconds:
+        return pictures
+    name = f"H.264 1920×1080, 30 fps, {options.clip_seconds} s"
+    return [*pictures, Case(name, "video", clip(small, options.clip_seconds))]
 
 
 def clip(picture: Image.Image, seconds: int) -> bytes:

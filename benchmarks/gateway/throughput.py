@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -37,7 +39,7 @@ from msaserve.worker import servicer
 from msaserve.worker.served import ServedModel
 from msaserve.worker.server import WorkerServer
 
-SMG = Path(sys.executable).with_name("smg")
+SMG = shutil.which("smg", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 FIRST_PORT = 18_751
 TINY = Path(__file__).parents[2] / "tests" / "golden" / "tiny"
 
@@ -46,7 +48,7 @@ TINY = Path(__file__).parents[2] / "tests" / "golden" / "tiny"
 class Options:
     processes: tuple[int, ...] = (1, 2)
     """Gateway processes: one row each."""
-    smg: bool = SMG.exists()
+    smg: bool = SMG is not None
     clients: int = 64
     """Connections, each with one request at a time."""
     load_processes: int = 1
