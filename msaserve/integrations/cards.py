@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 OLDEST_TRITON = (3, 6)
+MAX_TOPK = 64
+MAX_GROUP = 64
 
 
 def triton_version() -> str | None:
@@ -43,8 +45,8 @@ def why_not_shape(*, topk: int, local_blocks: int, group: int) -> str | None:
     Args:
         group: query heads to a KV head.
     """
-    if not 1 <= local_blocks <= topk <= 16 + local_blocks:
-        return f"local_blocks is {local_blocks} and topk {topk}, not 1 ≤ local_blocks ≤ topk ≤ 16 + local_blocks"
-    if not 4 <= group <= 64:
-        return f"{group} query heads to a KV head are not 4 to 64"
+    if not 1 <= local_blocks <= topk <= MAX_TOPK:
+        return f"local_blocks is {local_blocks} and topk {topk}, not 1 ≤ local_blocks ≤ topk ≤ {MAX_TOPK}"
+    if not 1 <= group <= MAX_GROUP:
+        return f"{group} query heads to a KV head are not 1 to {MAX_GROUP}"
     return None

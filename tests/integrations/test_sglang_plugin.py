@@ -225,7 +225,7 @@ def test_shapes_of_tensor_parallel_ranks(kv_heads: int, group: int) -> None:
         ({"page_size": 64}, "--page-size 128"),
         ({"init_blocks": 1}, "init_blocks is 1"),
         ({"local_blocks": 0}, "local_blocks is 0"),
-        ({"topk": 18}, "topk 18"),
+        ({"topk": 65}, "topk 65"),
         ({"score_type": "lse"}, "lse"),
     ],
 )
@@ -257,8 +257,8 @@ def test_scales_of_one_are_none() -> None:
     check(call, call.prefill(prefill_0523, q_scale=1.0, k_scale=1.0, v_scale=1.0))
 
 
-def test_small_groups_go_to_stock() -> None:
-    assert Call([5], [300], group=2).prefill(prefill_0523) is STOCK
+def test_large_groups_go_to_stock() -> None:
+    assert Call([5], [300], kv_heads=1, group=128).prefill(prefill_0523) is STOCK
 
 
 def test_queries_that_ours_do_not_read_go_to_stock() -> None:

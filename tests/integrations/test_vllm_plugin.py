@@ -22,7 +22,6 @@ from fake_vllm import Vllm, install, metadata, minor
 from msaserve import ops
 from msaserve.integrations import cards
 from msaserve.integrations import vllm as plugin
-from msaserve.integrations.vllm import tensors
 from msaserve.integrations.vllm.decision import Setting
 from msaserve.integrations.vllm.releases import RELEASES
 
@@ -67,7 +66,7 @@ def test_ours_run_on_hopper(kv_dtype: str, index_dtype: str) -> None:
         ({"capability": (7, 5), "forced": True}, "under 8.0"),
         ({"capability": (8, 6), "forced": True, "kv_dtype": "fp8"}, "8.6 has no 8-bit floats"),
         ({"capability": (8, 6), "forced": True, "index_dtype": "fp8_e4m3"}, "8.6 has no 8-bit floats"),
-        ({"group": 2}, "2 query heads to a KV head"),
+        ({"group": 128}, "128 query heads to a KV head"),
         ({"head_dim": 64}, "not all 128"),
         ({"triton": None}, "Triton is not installed"),
         ({"triton": "3.5.1"}, "Triton 3.5.1 is older than 3.6"),
@@ -75,7 +74,8 @@ def test_ours_run_on_hopper(kv_dtype: str, index_dtype: str) -> None:
         ({"kv_dtype": "nvfp4"}, "the KV cache is nvfp4"),
         ({"index_dtype": "mxfp4"}, "the index cache is mxfp4"),
         ({"sparse": {**fake_vllm.SPARSE, "sparse_local_block": 0}}, "local_blocks is 0"),
-        ({"sparse": {**fake_vllm.SPARSE, "sparse_topk_blocks": 18}}, "topk 18"),
+        ({"sparse": {**fake_vllm.SPARSE, "sparse_topk_blocks": 65}}, "topk 65"),
+        ({"sparse": {**fake_vllm.SPARSE, "sparse_local_block": 17}}, "local_blocks is 17 and topk 16"),
         ({"sparse": {**fake_vllm.SPARSE, "sparse_init_block": 1}}, "sparse_init_block is 1"),
         ({"sparse": {**fake_vllm.SPARSE, "sparse_score_type": "sum"}}, "sparse_score_type is 'sum'"),
         ({"sparse": {**fake_vllm.SPARSE, "sparse_block_size": 64}}, "not all 128"),
@@ -86,14 +86,21 @@ def test_stock_runs_and_says_why(changes: dict[str, Any], reason: str) -> None:
     assert reason in str(setting(**changes).why_stock())
 
 
+@pytest.mark.parametrize("group", [1, 2, 64])
+@pytest.mark.parametrize(("topk", "local_blocks"), [(1, 1), (18, 1), (64, 1), (64, 64)])
+def test_what_the_operators_serve_is_ours(group: int, topk: int, local_blocks: int) -> None:
+    sparse = {**fake_vllm.SPARSE, "sparse_topk_blocks": topk, "sparse_local_block": local_blocks}
+    assert setting(group=group, sparse=sparse).why_stock() is None
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
 def test_forced_on_other_cards(capability: tuple[int, int]) -> None:
     assert setting(capability=capability, forced=True).why_stock() is None
 
 
-@pytest.mark.parametrize(("num_cards", "is_ours"), [(1, True), (4, True), (8, True), (16, True), (32, False)])
+@pytest.mark.parametrize(("num_cards", "is_ours"), [(1, True), (4, True), (8, True), (32, True), (64, True)])
 def test_cards_of_a_tensor_parallel_group(monkeypatch: pytest.MonkeyPatch, num_cards: int, is_ours: bool) -> None:
-    """On 32 cards two query heads are left to a KV head."""
+    """On 64 cards one query head is left to a KV head."""
     fake = install(monkeypatch, "0.33.0", num_cards=num_cards)
     fake.models()
     assert chosen_impls(fake)[0].__name__ == ("MsaIndexer" if is_ours else "IndexerImpl")
@@ -272,7 +279,9 @@ class Layer:
         index_q = self.index_query[:num_tokens].view(-1, heads, DIM).float()
         keys = self.index_cache.float()
         longest = int(self.seq_lens.max())
-        block_ids = ops.select_blocks(index_q, keys, *batch, topk=16, max_seq_len=longest, **lens, impl="reference")
+        block_ids = ops.select_blocks(
+            index_q, keys, *batch, topk=self.indexer.topk_blocks, max_seq_len=longest, **lens, impl="reference"
+        )
         q = self.query[:num_tokens].view(num_tokens, -1, DIM).float()
         return ops.sparse_attend(q, k.float(), v.float(), block_ids, *batch, **lens, impl="reference")
 
@@ -288,6 +297,7 @@ def build(
     is_heads_first: bool = False,
     kv_dtype: str = "auto",
     index_dtype: str = "bf16",
+    topk: int = 16,
     num_padding: int = 3,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Layer:
@@ -326,7 +336,7 @@ def build(
     indexer = index_class(
         num_kv_heads=kv_heads,
         scale=DIM**-0.5,
-        topk_blocks=16,
+        topk_blocks=topk,
         sparse_block_size=128,
         num_index_heads=kv_heads,
         index_head_dim=DIM,
@@ -336,7 +346,7 @@ def build(
     )
     indexer.index_cache.kv_cache = index_k.to(cache_dtype)
     attend = attend_class(
-        kv_heads * group, DIM, DIM**-0.5, kv_heads, kv_cache_dtype=kv_dtype, topk_blocks=16, sparse_block_size=128
+        kv_heads * group, DIM, DIM**-0.5, kv_heads, kv_cache_dtype=kv_dtype, topk_blocks=topk, sparse_block_size=128
     )
     layer = SimpleNamespace(layer_name="layers.3.attn", indexer=SimpleNamespace(impl=indexer))
     rows = sum(query_lens) + num_padding
@@ -387,6 +397,13 @@ def test_shapes_of_tensor_parallel_ranks(
     check(build(monkeypatch, version, [1, 1, 20], [300, 2200, 20], kv_heads=kv_heads, group=group), num_decodes=2)
 
 
+@pytest.mark.parametrize("version", ["0.24.0", "0.33.0"])
+@pytest.mark.parametrize(("group", "topk"), [(1, 16), (2, 64), (64, 20)])
+def test_other_shapes_than_minimax_m3s(monkeypatch: pytest.MonkeyPatch, version: str, group: int, topk: int) -> None:
+    shapes = {"kv_heads": 1, "group": group, "topk": topk}
+    check(build(monkeypatch, version, [1, 1, 20], [300, 2900, 20], **shapes), num_decodes=2)
+
+
 @pytest.mark.parametrize("version", ["0.24.0", "0.26.0", "0.33.0"])
 @pytest.mark.parametrize("query_len", range(1, 9))
 def test_speculative_query_lengths(monkeypatch: pytest.MonkeyPatch, version: str, query_len: int) -> None:
@@ -433,11 +450,14 @@ def test_without_metadata_nothing_is_touched(monkeypatch: pytest.MonkeyPatch, co
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the interpreter runs; on a card ops' own tests do")
 @pytest.mark.parametrize("version", ["0.24.0", "0.26.0"])
 @pytest.mark.parametrize("is_heads_first", [False, True])
-def test_kernels_read_both_layouts(monkeypatch: pytest.MonkeyPatch, version: str, is_heads_first: bool) -> None:
+@pytest.mark.parametrize(("group", "topk"), [(8, 16), (1, 64), (2, 20)])
+def test_kernels_read_both_layouts(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_heads_first: bool, group: int, topk: int
+) -> None:
     """Triton's kernels, by strides alone: decodes by one pair, prefills by the other."""
     pytest.importorskip("triton")
-    shapes = {"kv_heads": 2, "group": 8, "dtype": torch.float16}
-    layer = build(monkeypatch, version, [4, 4, 20], [300, 2200, 150], **shapes, is_heads_first=is_heads_first)
+    shapes = {"kv_heads": 2, "group": group, "topk": topk, "dtype": torch.float16}
+    layer = build(monkeypatch, version, [4, 4, 20], [300, 2900, 150], **shapes, is_heads_first=is_heads_first)
     used = []
 
     def by_kernels(*args: Any, topk: int, local_blocks: int, max_seq_len: int, **options: Any) -> None:
@@ -454,36 +474,3 @@ def test_kernels_read_both_layouts(monkeypatch: pytest.MonkeyPatch, version: str
     monkeypatch.setattr(attention, "ops", SimpleNamespace(select_attend=by_kernels))
     check(layer, num_decodes=2)
     assert used == ["triton_decode", "triton_decode", "triton_prefill", "triton_kv_major"]
-
-
-# ---- tensors
-
-
-def test_query_offsets_stay_where_they_are() -> None:
-    offsets = tensors.QueryOffsets(capacity=4)
-    cpu = torch.device("cpu")
-    first = offsets.get(3, 2, cpu)
-    assert first.tolist() == [0, 2, 4, 6]
-    assert first.dtype == torch.int32
-    more = offsets.get(9, 2, cpu)
-    assert more.tolist() == list(range(0, 20, 2))
-    assert offsets.get(4, 2, cpu).data_ptr() == first.data_ptr()
-    assert offsets.get(16, 2, cpu).data_ptr() == more.data_ptr()
-    assert offsets.get(3, 1, cpu).tolist() == [0, 1, 2, 3]
-
-
-def test_longest_context_is_cut_to_the_block_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured graph is described by max_model_len, which need not be a multiple of the block size."""
-    layer = build(monkeypatch, "0.24.0", [1, 1], [300, 256])
-    given = metadata(layer.query_lens, layer.seq_lens, layer.table, num_decodes=2)
-    given.max_seq_len = 10_000
-    (part,) = tensors.parts(given, tensors.QueryOffsets(), 128)
-    assert part.max_seq_len == layer.table.shape[1] * 128
-
-
-def test_views_copy_nothing() -> None:
-    old, new = torch.zeros(3, 2, 128, 4, DIM), torch.zeros(3, 4, 128, 2 * DIM)
-    for cache in (old, new, new.transpose(1, 2).contiguous().transpose(1, 2)):
-        for view in tensors.kv_views(cache):
-            assert view.shape == (3, 128, 4, DIM)
-            assert view.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
