@@ -145,6 +145,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     media: tuple[MediaItem, ...] = ()
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
+    is_streamed: bool = True
+    """False: nobody waits for its first token; its events may come as one for each output, at the end."""
 
 
 class Logprobs(msgspec.Struct, frozen=True):

@@ -257,6 +257,7 @@ class Gateway:
                 sampling=sampling,
                 media=prompt.media,
                 cache_salt=asked.cache_salt or "",
+                is_streamed=bool(asked.stream),
             )
             response = await self._answer(request, asked, answer, [generate], arrival)
             # The items live as long as the answer, and so does their share of the bytes in flight.
@@ -314,6 +315,7 @@ class Gateway:
                     prompt_token_ids=token_ids,
                     sampling=replace(sampling, max_tokens=max_tokens),
                     cache_salt=asked.cache_salt or "",
+                    is_streamed=bool(asked.stream),
                 )
             )
         return await self._answer(request, asked, answer, generates, arrival)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -46,10 +46,10 @@ class EngineClient(Protocol):
 
     async def model_info(self) -> ModelInfo: ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """Stream the events of all `n` outputs of a request, each index ending with a finish_reason.
 
-        Closing the iterator (or cancelling the task that reads it) aborts the request and frees its pages.
+        Closing the generator (or cancelling the task that reads it) aborts the request and frees its pages.
 
         Raises:
             InvalidRequestError: it can never be served (too long, token ids out of range, …); before any event.

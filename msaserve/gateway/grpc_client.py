@@ -202,22 +202,35 @@ class GrpcClient:
         stop_ids = set(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             stop_ids.update(worker.info.eos_token_ids)
-        reader = EventReader(num_outputs=request.sampling.n, stop_ids=stop_ids)
+        if request.sampling.stop:  # looked for here: tokens must come as they are made
+            request = replace(request, sampling=replace(request.sampling, stop=()), is_streamed=True)
+        reader = EventReader(num_outputs=request.sampling.n, stop_ids=stop_ids, is_streaming=request.is_streamed)
         self._num_requests += 1
-        span = GenerateSpan(self._tracer.start("Generate", "client", attributes=lambda: self._attributes(request)))
-        metadata = (*convert.request_metadata(request), *span.span.headers())
+        tracing = self._tracer.start("Generate", "client", attributes=lambda: self._attributes(request))
+        span = GenerateSpan(tracing, is_streamed=request.is_streamed)
+        metadata = (*convert.request_metadata(request), *tracing.headers())
         names: list[str] = []
+        call: Any = None
         failure: BaseException | None = None
         try:
             spoken = await self._dialect()
             data = await self._message(request, spoken.dialect, worker, names)
-            async for event in self._events(spoken.generate(data, metadata=metadata), reader):
-                span.push(event)
-                yield event
+            call = self._begin(spoken.generate(data, metadata=metadata))
+            try:
+                while not reader.is_done:
+                    event = reader.push(await call.read())
+                    if event is not None:
+                        span.push(event)
+                        yield event
+            except (grpc.aio.AioRpcError, EngineError, asyncio.CancelledError) as error:
+                for event in self._end_events(error, reader):
+                    span.push(event)
+                    yield event
         except BaseException as error:
             failure = error
             raise
         finally:
+            self._end(call)
             _remove(names)  # whatever the worker has not taken
             span.end(failure)
 
@@ -322,7 +335,7 @@ class GrpcClient:
 
         def build() -> bytes:
             message = dialect.request_to_proto(
-                replace(request, sampling=replace(request.sampling, stop=())),
+                request,
                 token_ids={"image": worker.info.image_token_id, "video": worker.info.video_token_id},
                 dtype=worker.encoder_dtype,
                 store=store,
@@ -340,38 +353,32 @@ class GrpcClient:
             building.add_done_callback(lambda _: _remove(names))
             raise
 
-    async def _events(self, call: Any, reader: EventReader) -> AsyncGenerator[TokenEvent, None]:
+    def _begin(self, call: Any) -> Any:
         self._calls.add(call)
         self._all_ended.clear()
-        has_begun = False
-        reason: FinishReason = "error"
-        failure: str | None = "the worker ended the stream before its outputs"
-        try:
-            async for response in call:
-                has_begun = True
-                event = reader.push(response)
-                if event is not None:
-                    yield event
-                if reader.is_done:
-                    return
-        except grpc.aio.AioRpcError as error:
-            failed = from_status(error, has_begun=has_begun)
-            if not has_begun:
-                raise failed from error
-            failure = str(failed)
-        except EngineError as error:
-            failure = str(error)
-        except asyncio.CancelledError:
-            if not self._is_closed:
-                raise
-            reason, failure = "abort", None
-        finally:
+        return call
+
+    def _end(self, call: Any) -> None:
+        if call is not None:
             call.cancel()
             self._calls.discard(call)
             if not self._calls:
                 self._all_ended.set()
-        for index in reader.open_outputs:
-            yield TokenEvent(index=index, finish_reason=reason, error=failure)
+
+    def _end_events(self, error: BaseException, reader: EventReader) -> list[TokenEvent]:
+        """What ends the outputs of a call that failed or was cancelled. Raises what is the caller's to know."""
+        reason: FinishReason = "error"
+        failure: str | None = str(error)
+        if isinstance(error, grpc.aio.AioRpcError):
+            failed = from_status(error, has_begun=reader.has_begun)
+            if not reader.has_begun:
+                raise failed from error
+            failure = str(failed)
+        elif isinstance(error, asyncio.CancelledError):
+            if not self._is_closed:
+                raise error
+            reason, failure = "abort", None
+        return [TokenEvent(index=index, finish_reason=reason, error=failure) for index in reader.open_outputs]
 
 
 def _remove(names: Sequence[str]) -> None:

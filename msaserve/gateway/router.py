@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal
@@ -282,7 +282,7 @@ class Router:
             backend.fail(error)
             raise _NothingCameError(error) from error
         finally:
-            await _close(events)
+            await events.aclose()
             self._count(backend, -request.sampling.n)
             if self._running.get(request.request_id) is backend:
                 del self._running[request.request_id]
@@ -312,8 +312,3 @@ class _NothingCameError(Exception):
     def __init__(self, error: OverloadedError | EngineError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-async def _close(events: AsyncIterator[TokenEvent]) -> None:
-    if isinstance(events, AsyncGenerator):
-        await events.aclose()

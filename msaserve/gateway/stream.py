@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -174,6 +174,7 @@ class Generation:
         first_time = last_time = 0.0
         last_times = [0.0] * num_open
         n = self._requests[0].sampling.n
+        is_streamed = self._requests[0].is_streamed  # else all comes at the end, and says nothing of single tokens
         async with aclosing(self._events()) as events:
             async for number, event in events:
                 if event.finish_reason in ("error", "abort"):
@@ -185,7 +186,7 @@ class Generation:
                     continue
                 prompt = choice // self._n
                 self._num_cached_tokens[prompt] = max(self._num_cached_tokens[prompt], event.num_cached_tokens)
-                if event.token_ids:
+                if is_streamed and event.token_ids:
                     last_time = time.perf_counter()
                     if not first_time:
                         first_time = last_time
@@ -214,12 +215,12 @@ class Generation:
         metrics.request_prompt_tokens.observe(self.num_prompt_tokens)
         metrics.request_generation_tokens.observe(self.num_output_tokens)
         num_later = self.num_output_tokens / len(self.outputs) - 1
-        if num_later > 0:
+        if first_time and num_later > 0:
             metrics.time_per_output_token.observe((last_time - first_time) / num_later)
 
     async def _events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
         if len(self._requests) == 1:
-            async with aclosing(_generator(self._client.generate(self._requests[0]))) as events:
+            async with aclosing(self._client.generate(self._requests[0])) as events:
                 async for event in events:
                     yield 0, event
             return
@@ -227,7 +228,7 @@ class Generation:
 
         async def read(number: int, request: GenerateRequest) -> None:
             try:
-                async with aclosing(_generator(self._client.generate(request))) as events:
+                async with aclosing(self._client.generate(request)) as events:
                     async for event in events:
                         queue.put_nowait((number, event))
             except Exception as error:
@@ -250,16 +251,6 @@ class Generation:
             for reader in self._readers:
                 reader.cancel()
             await asyncio.gather(*self._readers, return_exceptions=True)
-
-
-async def _generator(events: AsyncIterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:
-    """Closing this closes `events`, if it can be closed at all."""
-    try:
-        async for event in events:
-            yield event
-    finally:
-        if isinstance(events, AsyncGenerator):
-            await events.aclose()
 
 
 def _split(request: GenerateRequest) -> list[GenerateRequest]:

@@ -97,8 +97,10 @@ def make_tracer(part: Literal["gateway", "worker"], endpoint: str | None) -> Tra
 class GenerateSpan:
     """The span of one Generate call: what it asked for, when its first token came, what it used."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, *, is_streamed: bool = True) -> None:
+        """is_streamed: False: what comes first comes last too, and says nothing of the first token."""
         self.span = span
+        self._is_streamed = is_streamed
         self._num_tokens = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -107,7 +109,7 @@ class GenerateSpan:
     def push(self, event: TokenEvent) -> None:
         if not self.span.is_recorded:
             return
-        if event.token_ids and not self._num_tokens:
+        if self._is_streamed and event.token_ids and not self._num_tokens:
             self.span.event("first token")
         self._num_tokens += len(event.token_ids)
         self._num_prompt_tokens = max(self._num_prompt_tokens, event.num_prompt_tokens)

@@ -127,14 +127,16 @@ def request_from_proto(
 
 
 def request_to_proto(request: GenerateRequest) -> Any:
-    """The message of a request that streams, without its media (`items_to_proto` adds them).
+    """The message of a request, without its media (`items_to_proto` adds them).
 
     Raises:
         InvalidRequestError: a value that no field can hold.
     """
     with Representable():
         message = pb.GenerateRequest(
-            request_id=request.request_id, sampling_params=sampling_to_proto(request.sampling), stream=True
+            request_id=request.request_id,
+            sampling_params=sampling_to_proto(request.sampling),
+            stream=request.is_streamed,
         )
         # In place: a message that is given to another is copied.
         message.tokenized.SetInParent()

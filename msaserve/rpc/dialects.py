@@ -41,7 +41,7 @@ class Dialect:
     stub: Callable[[Any], Any]
     """Of a channel."""
     request_to_proto: Callable[..., Any]
-    """(GenerateRequest, token_ids, dtype, store) → message with media, for a stream."""
+    """(GenerateRequest, token_ids, dtype, store) → message with media."""
     abort: Callable[[str], Any]
     """Request id → message."""
     facts: Callable[[Any, Any], ServerFacts]

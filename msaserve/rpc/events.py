@@ -6,6 +6,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from msaserve.errors import EngineError
@@ -63,16 +64,20 @@ class ResponseWriter:
 
 
 class EventReader:
-    """A streaming call's responses as events.
+    """A call's responses as events.
 
-    A token that may have ended its output waits for the next response, which says whether it did: an event names its
-    stop token together with it.
+    In a stream a token that may have ended its output waits for the next response, which says whether it did: an event
+    names its stop token together with it.
     """
 
-    def __init__(self, *, num_outputs: int, stop_ids: Container[int]) -> None:
+    def __init__(self, *, num_outputs: int, stop_ids: Container[int], is_streaming: bool = True) -> None:
+        """is_streaming: as it was asked for. False: what ends an output brings all of it."""
+        self._is_streaming = is_streaming
         self._stop_ids = stop_ids
         self._held: list[tuple[tuple[int, ...], tuple[Logprobs, ...]]] = [((), ())] * num_outputs
         self._has_ended = [False] * num_outputs
+        self.has_begun = False
+        """Something has come."""
 
     @property
     def is_done(self) -> bool:
@@ -83,7 +88,10 @@ class EventReader:
         return [index for index, has_ended in enumerate(self._has_ended) if not has_ended]
 
     def push(self, response: Any) -> TokenEvent | None:
-        """Raises EngineError for a response that cannot be."""
+        """response: the next one, or grpc.aio.EOF. Raises EngineError for one that cannot be, or if there is none."""
+        if response is grpc.aio.EOF:
+            raise EngineError("the worker ended the stream before its outputs")
+        self.has_begun = True
         kind = response.WhichOneof("response")
         if kind not in ("chunk", "complete"):
             raise EngineError("the worker sent an empty response")
@@ -93,6 +101,8 @@ class EventReader:
             raise EngineError(f"the worker sent more of output {index}, which there is not or which has ended")
         token_ids, logprobs = self._held[index]
         self._held[index] = ((), ())
+        if kind == "complete" and not self._is_streaming:
+            token_ids, logprobs = tuple(message.output_ids), _logprobs_from_proto(message.output_logprobs)
         if kind == "complete":
             self._has_ended[index] = True
             return self._end(message, token_ids, logprobs)
@@ -117,7 +127,7 @@ class EventReader:
             raise EngineError(f"the worker ended an output with the reason {reason!r}")
         stop = message.WhichOneof("matched_stop")
         stop_token_id = None
-        if reason == "stop" and token_ids and stop != "matched_stop_str":
+        if reason == "stop" and token_ids and token_ids[-1] in self._stop_ids and stop != "matched_stop_str":
             stop_token_id = token_ids[-1]
         return TokenEvent(
             index=message.index,

@@ -31,7 +31,7 @@ _MODALITIES = {"image": common_pb2.IMAGE, "video": common_pb2.VIDEO}
 def request_to_proto(
     request: GenerateRequest, *, token_ids: Mapping[Modality, int | None], dtype: str, store: Store | None = None
 ) -> Any:
-    """The message of a request that streams.
+    """The message of a request.
 
     token_ids, dtype, store: see `rpc.media.items_to_proto`.
 
@@ -47,7 +47,7 @@ def request_to_proto(
             return_logprob=logprobs is not None,
             logprob_start_len=-1,  # none of the prompt
             top_logprobs_num=logprobs or 0,
-            stream=True,
+            stream=request.is_streamed,
         )
     for item in sorted(request.media, key=lambda item: item.offset):
         into = message.mm_inputs.items.add()

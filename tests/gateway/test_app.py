@@ -424,9 +424,11 @@ def test_metrics(http: httpx.Client, engine: FakeClient, tokenizer: Tokenizer) -
         ]
 
     http.post(TEXT, json={"prompt": "a"})
-    before = observed()
-    assert http.post(TEXT, json={"prompt": "a"}).status_code == 200
-    assert [b - a for a, b in zip(before, observed(), strict=True)] == [1, 3, 1, 1]
+    # Of an answer that is sent whole nobody sees the single tokens.
+    for stream, counts in ((True, [1, 3, 1, 1]), (False, [0, 0, 0, 1])):
+        before = observed()
+        assert http.post(TEXT, json={"prompt": "a", "stream": stream}).status_code == 200
+        assert [b - a for a, b in zip(before, observed(), strict=True)] == counts
     assert value("num_requests_waiting") == 3
     assert value("kv_cache_usage_perc") == 0.25
     assert value("prefix_cache_queries_total") == 1000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,6 +98,12 @@ def test_one_answer_holds_everything(seed: int, n: int) -> None:
     said = events(random.Random(seed), n, has_logprobs=True)
     writer = ResponseWriter(num_outputs=n, is_streaming=False)
     responses = [response for event in said for response in writer.push(event)]
+    reader = EventReader(num_outputs=n, stop_ids={EOS}, is_streaming=False)
+    heard = [reader.push(pb.GenerateResponse.FromString(response.SerializeToString())) for response in responses]
+    assert reader.is_done
+    for event in heard:
+        assert event is not None
+        assert joined([event], event.index) == joined(said, event.index)
     assert sorted(response.complete.index for response in responses) == list(range(n))
     for response in responses:
         complete = response.complete
@@ -138,6 +145,7 @@ def test_a_stop_string_is_no_stop_token() -> None:
         pb.GenerateResponse(),
         pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[1], index=1)),
         pb.GenerateResponse(complete=pb.GenerateComplete(finish_reason="bored")),
+        grpc.aio.EOF,
     ],
 )
 def test_responses_that_cannot_be(response: object) -> None:

@@ -97,13 +97,14 @@ def test_one_trace_through_all_processes(num_gateways: str) -> None:
     served = found.find("msaserve-worker", "Generate")
     assert (asked.trace_id.hex(), asked.parent_span_id, asked.kind) == (TRACE, whole.span_id, Span.SPAN_KIND_CLIENT)
     assert (served.trace_id.hex(), served.parent_span_id, served.kind) == (TRACE, asked.span_id, Span.SPAN_KIND_SERVER)
+    # The answer is sent whole: only the worker sees its first token.
+    assert [[event.name for event in span.events] for span in (asked, served)] == [[], ["first token"]]
+    assert served.start_time_unix_nano < served.events[0].time_unix_nano < served.end_time_unix_nano
     for span in (asked, served):
         said = attributes(span)
         assert said["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
         assert (said["gen_ai.usage.output_tokens"], said["gen_ai.response.finish_reasons"]) == (3, "length")
         assert said["gen_ai.request.id"] == answer.json()["id"]
-        assert [event.name for event in span.events] == ["first token"]
-        assert span.start_time_unix_nano < span.events[0].time_unix_nano < span.end_time_unix_nano
     refused = [span for _, span in found.spans if attributes(span).get("http.response.status_code") == 400]
     assert len(refused) == 1
 

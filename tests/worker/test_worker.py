@@ -106,6 +106,35 @@ async def test_n_outputs_seeds_and_stops() -> None:
                     assert ends[0].token_ids[-1] == ends[0].stop_token_id
 
 
+async def test_an_answer_that_nobody_waits_for_comes_in_one_piece() -> None:
+    """One event for each output, the same tokens; but with a stop string, which the worker does not see, as ever."""
+    async with running_worker() as worker:
+        for options in ({"n": 3, "seed": 7, "temperature": 1.0, "logprobs": 1}, {"ignore_eos": False, "n": 1}):
+            asked = request("w", [5, 6, 7], max_tokens=12, **options)
+            streamed = await read(worker.client, asked)
+            whole = await read(worker.client, msgspec.structs.replace(asked, request_id="w2", is_streamed=False))
+            assert len(whole) == options["n"] < len(streamed)
+            for event in whole:
+                own = [e for e in streamed if e.index == event.index]
+                assert list(event.token_ids) == tokens(streamed, event.index)
+                assert [p.token_id for p in event.logprobs] == [p.token_id for e in own for p in e.logprobs]
+                assert (event.finish_reason, event.stop_token_id) == (own[-1].finish_reason, own[-1].stop_token_id)
+        stops = msgspec.structs.replace(request("s", stop=("never",), max_tokens=12), is_streamed=False)
+        assert len(await read(worker.client, stops)) >= 12
+
+
+async def test_a_whole_answer_of_a_caller_who_leaves_is_given_up() -> None:
+    async with running_worker() as worker:
+        asked = msgspec.structs.replace(request("gone", max_tokens=3000, ignore_eos=True), is_streamed=False)
+        reading = asyncio.create_task(read(worker.client, asked))
+        await worker.until(3)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await worker.until_empty()
+        assert worker.engine.load().num_output_tokens < 3000
+
+
 async def test_a_salt_parts_the_cache() -> None:
     async with running_worker() as worker:
         cached = []
