@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -49,11 +51,9 @@ class KVCache:
         self.block_size = block_size
         self.dtype = dtype
         shape = (num_layers, num_pages, block_size, num_kv_heads, head_dim)
-        self._k = torch.zeros(shape, dtype=dtype, device=device)
-        self._v = torch.zeros(shape, dtype=dtype, device=device)
-        self._index_k = torch.zeros(
-            (len(sparse_layer_ids), num_pages, block_size, index_dim), dtype=dtype, device=device
-        )
+        self._k = _zeros(shape, dtype, device)
+        self._v = _zeros(shape, dtype, device)
+        self._index_k = _zeros((len(sparse_layer_ids), num_pages, block_size, index_dim), dtype, device)
         self._index_plane = {layer: i for i, layer in enumerate(sparse_layer_ids)}
 
     def k(self, layer: int) -> torch.Tensor:
@@ -78,3 +78,11 @@ class KVCache:
         """Set every slot of every plane: tests poison with NaN."""
         for plane in (self._k, self._v, self._index_k):
             plane.fill_(value)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """On a CPU memory that the system gives only as it is written: torch.zeros would write all of it now."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

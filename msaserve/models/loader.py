@@ -66,7 +66,8 @@ def load_model(
     with torch.device("meta"):
         model = MiniMaxM3(config, dtype=dtype)
     _check(config.directory, entries, dict(destinations(model)))
-    model.to_empty(device=device)
+    with torch.device(device):  # built again: to_empty imports sympy first, half a second
+        model = MiniMaxM3(config, dtype=dtype)
     _fill(dict(destinations(model)), entries, show_progress=show_progress and sys.stderr.isatty())
     return model.eval()
 
