@@ -8,6 +8,7 @@ own value; what is not implemented is refused by name.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,6 +160,8 @@ class ModelConfig:
         )
 
 
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "fp8_e4m3"]
 
 
@@ -166,9 +169,9 @@ KVCacheDtype = Literal["auto", "fp8_e4m3"]
 class EngineConfig:
     """How the engine serves a model."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """auto: cuda where there is one."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: DType = "auto"
     """Of weights, and of the cache unless kv_cache_dtype says otherwise. auto: float32 on a CPU, bfloat16 on a GPU."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """auto: dtype. fp8_e4m3: half of bfloat16's bytes; keys, values and index keys are rounded to 8 bits."""
@@ -197,9 +200,15 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidRequestError(f"{name} must be positive, not {value}", param=name)
-        if self.kv_cache_dtype not in get_args(KVCacheDtype):
-            known, given = ", ".join(get_args(KVCacheDtype)), self.kv_cache_dtype
-            raise InvalidRequestError(f"kv_cache_dtype must be one of {known}, not {given!r}", param="kv_cache_dtype")
+        if self.kv_cache_gib == math.inf:
+            raise InvalidRequestError("kv_cache_gib must be finite, not inf", param="kv_cache_gib")
+        for name, known in (("device", Device), ("dtype", DType), ("kv_cache_dtype", KVCacheDtype)):
+            value = getattr(self, name)
+            kind = str(value).partition(":")[0] if name == "device" else value  # Python may say "cuda:1"
+            if kind not in get_args(known):
+                raise InvalidRequestError(
+                    f"{name} must be one of {', '.join(get_args(known))}, not {value!r}", param=name
+                )
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -271,10 +280,11 @@ def _moe_layers(text: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
 
 
 def _rotary_dim(text: Mapping[str, Any], head_dim: int) -> int:
-    rope = text.get("rope_parameters") or {}
-    factor = rope.get("partial_rotary_factor", text.get("partial_rotary_factor"))
-    if factor is not None:
-        rotary_dim = int(head_dim * float(factor))
+    rope = _optional(text, "rope_parameters")
+    source = rope if "partial_rotary_factor" in rope else text
+    if source.get("partial_rotary_factor") is not None:
+        factor = _float(source, "partial_rotary_factor", 1.0)
+        rotary_dim = int(head_dim * factor)
         if not rope and _int(text, "rotary_dim", rotary_dim) != rotary_dim:
             raise CheckpointError(
                 f"text_config: rotary_dim {text['rotary_dim']} contradicts partial_rotary_factor {factor} "
@@ -286,7 +296,7 @@ def _rotary_dim(text: Mapping[str, Any], head_dim: int) -> int:
 
 
 def _rope_theta(section: Mapping[str, Any], default: float) -> float:
-    rope = section.get("rope_parameters") or {}
+    rope = _optional(section, "rope_parameters")
     return _float(rope, "rope_theta", _float(section, "rope_theta", default))
 
 
@@ -294,11 +304,12 @@ def _vision_config(config: Mapping[str, Any], vision: Mapping[str, Any]) -> Visi
     _refuse(vision, "vision_config", "hidden_act", ("gelu",))
     _refuse(vision, "vision_config", "position_embedding_type", ("rope",))
     _refuse(vision, "vision_config", "rope_mode", ("3d",))
-    _refuse(vision.get("rope_parameters") or {}, "vision_config.rope_parameters", "rope_type", ("axial", "default"))
+    _refuse(_optional(vision, "rope_parameters"), "vision_config.rope_parameters", "rope_type", ("axial", "default"))
     _refuse(config, "config", "projector_hidden_act", ("gelu",))
     _refuse(config, "config", "multimodal_projector_bias", (True,))
     # Either place: the released files carry it in both, transformers flattens it.
-    merge = vision.get("img_token_compression_config") or config.get("img_token_compression_config") or {}
+    key = "img_token_compression_config"
+    merge = _optional(vision, key) or _optional(config, key)
     _refuse(merge, "img_token_compression_config", "image_token_compression_method", ("patch_merge",))
     result = VisionConfig(
         hidden_size=_int(vision, "hidden_size", 1280),
@@ -362,9 +373,9 @@ def _refuse_text_options(text: Mapping[str, Any]) -> None:
         ("attention_output_gate", (False,)),
     ):
         _refuse(text, "text_config", key, implemented)
-    rope = text.get("rope_parameters") or {}
+    rope = _optional(text, "rope_parameters")
     _refuse(rope, "text_config.rope_parameters", "rope_type", ("default",))
-    scaling = text.get("rope_scaling") or {}
+    scaling = _optional(text, "rope_scaling")
     for key in ("rope_type", "type"):
         _refuse(scaling, "text_config.rope_scaling", key, ("default",))
 
@@ -471,7 +482,7 @@ def _float(section: Mapping[str, Any], key: str, default: float) -> float:
     value = section.get(key)
     if value is None:
         return default
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e300:
         raise CheckpointError(f"config: {key} must be a number, not {value!r}")
     return float(value)
 
@@ -481,6 +492,11 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"config: {key} must be an object, not {value!r}")
     return value
+
+
+def _optional(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A section, {} where there is none."""
+    return _section(config, key) if config.get(key) else {}
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +156,8 @@ def test_quantised_is_refused_by_scheme(tmp_path: Path, scheme: dict[str, Any], 
         (in_text(layer_types=["full_attention"]), "layer_types must list 4 layers"),
         (in_text(num_experts_per_tok=9), "9 experts per token of 8"),
         (in_text(rms_norm_eps="small"), "rms_norm_eps must be a number"),
+        (in_text(rms_norm_eps=float("nan")), "rms_norm_eps must be a number"),
+        (in_text(partial_rotary_factor="half", rope_parameters=None), "partial_rotary_factor must be a number"),
         (in_vision(num_attention_heads=5), "does not split into 5 heads"),
         (in_text(eos_token_id="</s>"), "eos_token_id"),
     ],
@@ -162,6 +167,26 @@ def test_invalid_config_says_what(tmp_path: Path, change: Callable[[dict[str, An
     change(config)
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path, config)
+
+
+ODD_VALUES = [None, "x", "", -1, 0, 1, 1.5, [], [1], [None], {}, {"a": 1}, True, False, 10**30, math.nan, math.inf]
+
+
+def test_every_field_of_another_type_is_read_or_refused(tmp_path: Path) -> None:
+    """No value of any field, and of none that is optional, brings another error than ours."""
+    optional = {"rope_parameters": None, "rope_scaling": None, "img_token_compression_config": None}
+    num_refused = 0
+    for spelled in (tiny_config(), released_spelling(tiny_config())):
+        for section in (None, "text_config", "vision_config"):
+            fields = {**optional, **(spelled if section is None else spelled[section])}
+            for field, value in itertools.product(fields, ODD_VALUES):
+                config = copy.deepcopy(spelled)
+                (config if section is None else config[section])[field] = value
+                try:
+                    read(tmp_path, config)
+                except CheckpointError:
+                    num_refused += 1
+    assert num_refused > 500
 
 
 def test_missing_directory_and_config(tmp_path: Path) -> None:
@@ -198,6 +223,22 @@ def test_generation_defaults(tmp_path: Path, generation: dict[str, Any] | None, 
 def test_engine_config_refuses_what_cannot_run(field: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{field} must be positive"):
         EngineConfig(**{field: 0})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("dtype", "float16", "dtype must be one of auto, float32, bfloat16, not 'float16'"),
+        ("device", "tpu", "device must be one of auto, cpu, cuda, not 'tpu'"),
+        ("kv_cache_dtype", "fp8_e5m2", "kv_cache_dtype must be one of auto, fp8_e4m3"),
+        ("kv_cache_gib", math.inf, "kv_cache_gib must be finite"),
+        ("kv_cache_gib", math.nan, "kv_cache_gib must be positive"),
+    ],
+)
+def test_engine_config_names_what_there_is(field: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        EngineConfig(**{field: value})
+    assert EngineConfig(device="cuda:1").device == "cuda:1"  # type: ignore[arg-type]
 
 
 def test_cache_size_in_bytes() -> None:
