@@ -209,10 +209,9 @@ class AsyncEngine:
         return bool(self._commands) or self._is_closing
 
     def _run_commands(self) -> None:
-        with self._has_news:
-            commands, self._commands = self._commands, deque()
-        for command in commands:
-            command()
+        # One by one: what stands behind a command that fails is left for `_end`.
+        for _ in range(len(self._commands)):
+            self._commands.popleft()()
 
     def _end(self) -> None:
         """Whatever is or was about to be in flight gets its end, so that no reader waits for ever."""
@@ -257,8 +256,12 @@ class AsyncEngine:
     def _flush(self, flushed: asyncio.Future[int]) -> None:
         if self._is_ended:
             _settle(flushed, EngineError(self._failure or "the engine is closed"))
-        else:
+            return
+        try:
             _settle(flushed, result=self._engine.flush_prefix_cache())
+        except BaseException as error:  # the engine ends of it, and whoever waits hears why
+            _settle(flushed, EngineError(f"the engine has stopped: {type(error).__name__}: {error}"))
+            raise
 
     def _forward(self, output: RequestOutput) -> None:
         stream, index = self._outputs[output.request]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
+import torch
 from driver import greedy_prompt, greedy_tokens, make_engine, random_prompt, request, run
 from in_process import InProcessClient
 
@@ -219,6 +222,53 @@ async def test_a_dead_engine_answers_everyone(harness: Harness, monkeypatch: pyt
         await asyncio.sleep(0.01)
     with pytest.raises(EngineError, match="a page is lost"):
         await harness.read(request("b", [5]))
+
+
+async def test_a_device_error_ends_the_engine(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every later step on that device would fail too: whoever starts workers must see this one end."""
+
+    def fail(plan: StepPlan) -> StepResult:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(harness.engine.runner, "run", fail)
+    (event,) = await harness.read(request("a", [5]))
+    assert event.finish_reason == "error"
+    assert event.error is not None
+    assert "an illegal memory access" in event.error
+    while await harness.client.is_ready():
+        await asyncio.sleep(0.01)
+    with pytest.raises(EngineError, match="an illegal memory access"):
+        await harness.read(request("b", [5]))
+
+
+async def test_a_command_that_fails_leaves_none_behind_it_unanswered(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both reach the engine between the same two steps; the first ends it."""
+    step, entered, go_on = harness.engine.step, threading.Event(), threading.Event()
+
+    def held_step() -> Any:
+        entered.set()
+        go_on.wait()
+        return step()
+
+    monkeypatch.setattr(harness.engine, "step", held_step)
+    running = asyncio.create_task(harness.read(request("a", [5, 6], max_tokens=2000)))
+    await asyncio.to_thread(entered.wait)
+
+    def broken() -> int:
+        raise AssertionError("a page is lost")
+
+    monkeypatch.setattr(harness.engine, "flush_prefix_cache", broken)
+    flushed = asyncio.create_task(harness.threaded.flush_prefix_cache())
+    later = asyncio.create_task(harness.read(request("b", [5])))
+    await asyncio.sleep(0.05)
+    go_on.set()
+    with pytest.raises(EngineError, match="a page is lost"):
+        await asyncio.wait_for(later, 10)
+    assert (await asyncio.wait_for(running, 10))[-1].finish_reason == "error"
+    with pytest.raises(EngineError, match="a page is lost"):
+        await asyncio.wait_for(flushed, 10)
 
 
 async def test_pages_are_checked_when_idle(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
