@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import sys
@@ -122,6 +123,8 @@ class Check:
         from msaserve.models.memory_plan import plan_memory, weight_bytes
         from msaserve.tokenizer import Tokenizer
 
+        if not 0 < self.memory < math.inf:
+            raise InvalidRequestError(f"memory must be a positive number of GiB, not {self.memory}", param="memory")
         config = ModelConfig.from_checkpoint(self.checkpoint)
         tokenizer = Tokenizer.load(self.checkpoint)
         template = ChatTemplate.load(self.checkpoint)

@@ -122,6 +122,7 @@ class LLM:
         Raises:
             ValueError: not as many sampling parameters as prompts.
             CheckpointError: a text prompt without a tokenizer.
+            InvalidRequestError: a text prompt with a lone surrogate.
         """
         return self._generate([self._encode(prompt) for prompt in _as_list(prompts)], sampling)
 

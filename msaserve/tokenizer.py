@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from msaserve.errors import CheckpointError, UnsupportedError
+from msaserve.errors import CheckpointError, InvalidRequestError, UnsupportedError
 
 _CHUNK_CHARS = 65_536
 _CHUNK_SLACK = 16
@@ -68,17 +68,16 @@ class Tokenizer:
         return len(self._bytes)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; text that spells an added token becomes that token."""
-        # The batch call computes no offsets and leaves the interpreter to other threads.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+        """Token ids of `text`; text that spells an added token becomes that token.
+
+        Raises:
+            InvalidRequestError: it has a lone surrogate.
+        """
+        return _ids(self._tokenizer, text, add_special_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of `text`, all of it plain text: no added token comes out."""
-        (encoding,) = self._plain.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        return ids
+        return _ids(self._plain, text, False)
 
     def encode_guarded(self, text: str, guard: str) -> list[int]:
         """Token ids of `text` without its guards; what a guard interrupts does not become an added token.
@@ -141,6 +140,16 @@ class Tokenizer:
         """Bytes that are no UTF-8 become U+FFFD."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         return b"".join(self.token_bytes(i) for i in token_ids if i not in skipped).decode("utf-8", "replace")
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        # The batch call computes no offsets and leaves the interpreter to other threads.
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    except TypeError as error:
+        raise InvalidRequestError("the text has a half of a character (a lone surrogate), which is no text") from error
+    ids: list[int] = encoding.ids
+    return ids
 
 
 class IncrementalDetokenizer:

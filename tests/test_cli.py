@@ -78,6 +78,12 @@ def test_check_without_room(capsys: pytest.CaptureFixture[str]) -> None:
     assert "leave no cache" in one_line(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("memory", ["nan", "inf", "0", "-1"])
+def test_check_of_no_memory(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(TINY), "--memory", memory]) == 2
+    assert "memory must be a positive number of GiB" in one_line(capsys.readouterr().err)
+
+
 def test_generate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\n\ntwo\n", encoding="utf-8")
@@ -99,6 +105,8 @@ def test_generate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ([], "no prompt"),
         (["--file", "/nowhere/prompts"], "cannot be read"),
         (["--prompt", "x", "--max-num-seqs", "0"], "max_num_seqs must be positive"),
+        (["--prompt", "x", "--attend-impl", "fast"], "attend_impl must be one of"),
+        (["--prompt", "x", "y\udcff", "--kv-cache-gib", "0.01"], "a lone surrogate"),
     ],
 )
 def test_generate_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from msaserve.kv_events import KvEventLog
 from msaserve.models.loader import load_model, resolve_device, resolve_dtype
 from msaserve.models.memory_plan import cache_bytes_per_token
 from msaserve.models.minimax_m3 import MiniMaxM3
+from msaserve.ops.sparse_attend import IMPLS
 from msaserve.types import EngineLoad, GenerateRequest, ModelInfo
 
 _log = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ class Engine:
 
         Raises:
             CheckpointError: the checkpoint cannot be served.
-            InvalidRequestError: the budget for the cache does not hold a single block.
+            InvalidRequestError: the budget for the cache does not hold a single block, or there is not that much
+                memory; no such attend_impl.
         """
         config = config or EngineConfig()
         model_config = ModelConfig.from_checkpoint(directory)
@@ -90,8 +92,19 @@ class Engine:
         dtype = resolve_dtype(config.dtype, device)
         if device.type == "cpu":
             _keep_freed_memory()
-        model = load_model(directory, device, dtype, config=model_config, show_progress=show_progress)
-        cache = _make_cache(model, config)
+        known = [impl.name for impl in IMPLS]
+        if config.attend_impl not in (None, *known):
+            raise InvalidRequestError(
+                f"attend_impl must be one of {', '.join(known)}, not {config.attend_impl!r}", param="attend_impl"
+            )
+        try:
+            model = load_model(directory, device, dtype, config=model_config, show_progress=show_progress)
+            cache = _make_cache(model, config)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            reason = str(error).split("\n", 1)[0]
+            raise InvalidRequestError(
+                f"weights and cache do not fit into the memory of {device}: {reason}", param="kv_cache_gib"
+            ) from error
         scheduler_config = SchedulerConfig(
             block_size=cache.block_size,
             num_pages=cache.num_pages,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,9 @@ from msaserve.layers.msa_attention import MsaAttention
 from msaserve.models.checkpoint import TensorEntry, read_entries
 from msaserve.models.minimax_m3 import DecoderLayer, MiniMaxM3
 from msaserve.models.minimax_m3_vision import MiniMaxM3Vision, VisionLayer
+
+_MAX_NAMES = 8
+"""Of tensors, in an error message."""
 
 Destinations = Iterator[tuple[str, torch.Tensor]]
 
@@ -58,7 +61,8 @@ def load_model(
         show_progress: a bar on stderr, if that is a terminal.
 
     Raises:
-        CheckpointError: missing, truncated or damaged files; missing, unexpected or wrongly shaped tensors, all named.
+        CheckpointError: missing, truncated or damaged files; missing, unexpected or wrongly shaped tensors, of each
+            kind the first few named.
         UnsupportedError: config or weights ask for what is not implemented.
     """
     config = ModelConfig.from_checkpoint(directory) if config is None else config
@@ -175,12 +179,18 @@ def _check(directory: Path, entries: dict[str, TensorEntry], targets: dict[str, 
         if name in entries and entries[name].shape != tuple(target.shape)
     ]
     faults = [
-        f"{len(names)} {what}: {', '.join(names)}"
+        f"{len(names)} {what}: {_listed(names)}"
         for what, names in (("missing", missing), ("unexpected", unexpected), ("of the wrong shape", misshapen))
         if names
     ]
     if faults:
         raise CheckpointError(f"checkpoint {directory}: tensors do not fit its config.json. {'; '.join(faults)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """A wrong count of layers makes thousands: the first few say it."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _fill(targets: dict[str, torch.Tensor], entries: dict[str, TensorEntry], *, show_progress: bool) -> None:

@@ -194,6 +194,16 @@ def test_the_cache_is_as_large_as_its_budget_or_its_use() -> None:
         Engine.from_checkpoint(directory, EngineConfig(device="cpu", kv_cache_gib=1.5 * page_bytes / 2**30))
 
 
+@pytest.mark.parametrize("error", [MemoryError("Unable to allocate 32.0 GiB"), torch.OutOfMemoryError("CUDA out\nof")])
+def test_a_cache_beyond_the_memory_is_refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("msaserve.engine.engine.KVCache", fail)
+    with pytest.raises(InvalidRequestError, match=r"do not fit into the memory of cpu: (Unable to|CUDA out$)"):
+        Engine.from_checkpoint(golden("tiny")[0], EngineConfig(device="cpu", max_model_len=512))
+
+
 def test_bfloat16_runs() -> None:
     engine = Engine.from_checkpoint(golden("tiny")[0], EngineConfig(device="cpu", dtype="bfloat16", max_model_len=512))
     (output,) = run(engine, [request("a", greedy_prompt("tiny")[:50])])

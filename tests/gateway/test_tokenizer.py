@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from fake_engine import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msaserve.errors import CheckpointError, UnsupportedError
+from msaserve.errors import CheckpointError, InvalidRequestError, UnsupportedError
 from msaserve.tokenizer import IncrementalDetokenizer, Tokenizer, new_guard
 
 REFERENCE = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
@@ -122,6 +123,12 @@ def test_count_beyond_stops_early() -> None:
     assert count is not None
     assert 100_000 < count < 300_000
     assert TOKENIZER.count_beyond(text, 1_000_000) is None
+
+
+@pytest.mark.parametrize("encode", [TOKENIZER.encode, TOKENIZER.encode_plain])
+def test_half_a_character_is_no_text(encode: Callable[[str], list[int]]) -> None:
+    with pytest.raises(InvalidRequestError, match="lone surrogate"):
+        encode("half of 😀: \ud83d")
 
 
 def test_broken_files(tmp_path: Path) -> None:

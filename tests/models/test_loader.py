@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -86,6 +87,16 @@ def test_all_wrong_tensors_are_named_in_one_error(tmp_path: Path) -> None:
     assert "2 of the wrong shape" in message
     assert "language_model.model.norm.weight is [95], expected [96]" in message
     assert "language_model.lm_head.weight is [96, 512], expected [512, 96]" in message
+
+
+def test_of_many_wrong_tensors_the_first_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load_model(changed_tiny(tmp_path, lambda tensors: tensors.clear()))
+    message = str(caught.value)
+    assert "multi_modal_projector" not in message
+    assert "language_model.lm_head.weight, language_model.model.embed_tokens.weight" in message
+    assert re.search(r"layers\.0\.[a-z_.]+ and \d+ more$", message)
+    assert len(message) < 1000
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 1000, 2_000_000, 4_278_319])
