@@ -38,6 +38,8 @@ class PlanRow:
     """The request's media that overlap this step's positions."""
     matcher: Matcher | None = None
     """What the constraint allows after output_token_ids; None without one. The request's own, as it is followed."""
+    distinct_prompt_ids: array[int] = field(default_factory=lambda: array("i"))
+    """Each token of the prompt once, array('i'), where a repetition penalty asks for them; else empty."""
 
     @property
     def query_len(self) -> int:

@@ -53,6 +53,9 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix index when it was first admitted."""
 
+    distinct_prompt_ids: array[int] = field(default_factory=_ids)
+    """Each token of the prompt once, if there is a repetition penalty: at every step it would take a while to find."""
+
     pages: array[int] = field(default_factory=_ids)
     """block → page, while running."""
     num_computed_tokens: int = 0

@@ -136,8 +136,11 @@ def _penalise(logits: torch.Tensor, rows: Sequence[PlanRow]) -> torch.Tensor:
     params = [row.sampling for row in rows]
     counts = _count([row.output_token_ids for row in rows], logits)
     if any(p.repetition_penalty != 1 for p in params):
-        prompts = [row.prompt_token_ids if row.sampling.repetition_penalty != 1 else () for row in rows]
-        seen = (counts + _count(prompts, logits)) > 0
+        seen = counts > 0
+        for i, row in enumerate(rows):
+            if row.distinct_prompt_ids:
+                ids = np.frombuffer(row.distinct_prompt_ids, np.int32).astype(np.int64)
+                seen[i, torch.from_numpy(ids).to(logits.device)] = True
         penalty = _column([p.repetition_penalty for p in params], logits)
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     logits = logits - counts * _column([p.frequency_penalty for p in params], logits)

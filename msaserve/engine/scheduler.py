@@ -116,6 +116,8 @@ class Scheduler:
             raise BusyError(f"the queue is full: {len(self._waiting)} requests wait")
         sampling = request.sampling
         request.token_ids.extend(request.prompt_token_ids)
+        if sampling.repetition_penalty != 1:
+            request.distinct_prompt_ids.extend(set(request.prompt_token_ids))
         request.max_output_tokens = max_output_tokens
         request.stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -363,6 +365,7 @@ class Scheduler:
             output_token_ids=request.output_token_ids,
             media=request.media_between(start, end),
             matcher=request.matcher,
+            distinct_prompt_ids=request.distinct_prompt_ids,
         )
 
     def _num_pages(self, num_tokens: int) -> int:

@@ -75,6 +75,15 @@ def test_seeds_are_drawn_for_requests_without() -> None:
     assert tokens() == first  # the engine's own seed is fixed
 
 
+def test_a_repetition_penalty_counts_the_prompt_too() -> None:
+    prompt = greedy_prompt("tiny")
+    engine = make_engine(num_pages=60)
+    free, held = run(engine, [request("a", prompt), request("b", prompt, repetition_penalty=100.0)])
+    assert set(free.token_ids) & set(prompt)
+    assert not set(held.token_ids) & set(prompt)
+    assert len(set(held.token_ids)) == len(held.token_ids)
+
+
 def test_eos_and_stop_tokens_end_a_request() -> None:
     tokens = greedy_tokens("tiny")
     prompt = greedy_prompt("tiny")

@@ -34,6 +34,7 @@ def plan_row(
         seed=seed,
         is_sampled=True,
         prompt_token_ids=prompt,
+        distinct_prompt_ids=array("i", set(prompt)),
         output_token_ids=output,
     )
 
