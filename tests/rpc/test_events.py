@@ -151,3 +151,10 @@ def test_a_stop_string_is_no_stop_token() -> None:
 def test_responses_that_cannot_be(response: object) -> None:
     with pytest.raises(EngineError):
         EventReader(num_outputs=1, stop_ids=()).push(response)
+
+
+def test_no_part_of_a_whole() -> None:
+    with pytest.raises(EngineError, match="a part of"):
+        EventReader(num_outputs=1, stop_ids=(), is_streaming=False).push(
+            pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[1]))
+        )
