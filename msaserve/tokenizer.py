@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 import json
+import random
 import re
-import secrets
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from msaserve.errors import CheckpointError, InvalidRequestError, UnsupportedErr
 _CHUNK_CHARS = 65_536
 _CHUNK_SLACK = 16
 """Cutting a text between two chunks can add a few tokens, no more than this."""
+_GUARDS = range(0x100000, 0x10FFFE)
+"""Unicode's second plane of private use."""
 
 
 class Tokenizer:
@@ -231,11 +233,15 @@ class _Spellings:
 
 
 def new_guard(texts: Sequence[str]) -> str:
-    """One private-use character that none of `texts` contains."""
-    while True:
-        guard = chr(0x100000 + secrets.randbelow(0xFFFE))
+    """One private-use character that none of `texts` contains. Raises InvalidRequestError if they contain all."""
+    for _ in range(8):
+        guard = chr(random.choice(_GUARDS))
         if not any(guard in text for text in texts):
             return guard
+    unused = set(map(chr, _GUARDS)).difference(*texts)
+    if not unused:
+        raise InvalidRequestError("the text contains every private-use character from U+100000 on")
+    return unused.pop()
 
 
 def read_json(path: Path) -> dict[str, Any]:

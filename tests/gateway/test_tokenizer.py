@@ -147,3 +147,11 @@ def test_broken_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
     with pytest.raises(CheckpointError, match="tokenizer_config"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_text_of_all_guards_ends() -> None:
+    every = "".join(map(chr, range(0x100000, 0x10FFFE)))
+    for i in (0, 40_000, len(every) - 1):
+        assert new_guard(["x", every[:i], every[i + 1 :]]) == every[i]
+    with pytest.raises(InvalidRequestError, match="private-use"):
+        new_guard([every])
