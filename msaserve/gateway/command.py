@@ -43,13 +43,16 @@ class HttpOptions:
     """A client may take so long to send the headers of a request, and its body: that a second more for every 16 KiB."""
     stall_seconds: int = 300
     """A client that takes nothing of its answer for so long is cut off, and its request ends."""
+    hung_seconds: int = 60
+    """Of several processes: one that answers its supervisor nothing for so long is killed, and another takes its
+    place."""
     access_log: bool = False
     """One line of JSON on standard error for every request."""
     otlp_traces_endpoint: str | None = None
     """Send OpenTelemetry spans there, such as http://127.0.0.1:4317. Default: OTEL_EXPORTER_OTLP_ENDPOINT, if set."""
 
     def __post_init__(self) -> None:
-        for name in ("processes", "drain_seconds", "max_body_mib", "read_seconds", "stall_seconds"):
+        for name in ("processes", "drain_seconds", "max_body_mib", "read_seconds", "stall_seconds", "hung_seconds"):
             least = 0 if name == "drain_seconds" else 1
             if getattr(self, name) < least:
                 raise InvalidRequestError(f"{name} must be at least {least}", param=name)

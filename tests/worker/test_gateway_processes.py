@@ -387,3 +387,22 @@ def test_serve_that_is_killed(temporary_files: Path) -> None:
         server.popen.kill()
         until(lambda: are_gone(processes), 10)
         assert not list(temporary_files.iterdir())
+
+
+def test_a_hung_process_is_replaced(address: str) -> None:
+    """And what it counted stays."""
+    with gateway(address, processes="2", hung_seconds="2") as front, ExitStack() as stack:
+        url = front.line(URL)
+        first = gateways(front)[0]
+        clients = [stack.enter_context(client(url)) for _ in range(2)]
+        for http in clients:
+            assert http.post(TEXT, json=body()).status_code == 200
+        time.sleep(2)  # as long as from one beat to the next
+        first.suspend()
+        until(lambda: are_gone([first]))
+        until(lambda: "answers nothing for 2 s and is killed" in front.log)
+        until(lambda: len(gateways(front)) == 2)
+        for http in clients:  # one of them finds its connection closed and makes another
+            assert http.post(TEXT, json=body()).status_code == 200
+        until(lambda: metric(clients[0], "smg_worker_requests_total") == 4)
+        assert front.end(signal.SIGTERM) == 0

@@ -48,6 +48,8 @@ _PAUSE_SECONDS = 0.02
 """When no process takes a connection, or no descriptor is left for one."""
 _TELL_SECONDS = 2.0
 """For a process to say its numbers; then its last ones are taken."""
+_BEAT_SECONDS = 10.0
+"""From one question whether a process still answers to the next; it also says its numbers, which then outlive it."""
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 """Seconds until a process that died is replaced; doubled with every one that did not live as long as the longest."""
 _MAX_FAILED = 4
@@ -176,7 +178,10 @@ class Supervisor:
         except OSError as error:  # no memory or descriptors for one more: those that run go on
             slot.num_failed += 1
             return f"it could not be started: {error}"
+        beating = asyncio.create_task(self._beat(slot, process))
         how = await self._follow(slot, process)
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
         slot.process = None
         slot.num_failed = 0 if slot.is_ready.is_set() else slot.num_failed + 1
         self._bury(slot, process)
@@ -233,15 +238,29 @@ class Supervisor:
             families = [slot.families for slot in others]
             asker.process.control.send(Reports(number, [*families, self._gone]))
 
-    async def _refresh(self, slot: _Slot) -> None:
+    async def _beat(self, slot: _Slot, process: _Process) -> None:
+        """Kill the process once it is hung: clients' connections would wait in it for ever."""
+        seconds = self._options.http.hung_seconds
+        await slot.is_ready.wait()
+        while await self._refresh(slot, seconds):
+            await asyncio.sleep(min(_BEAT_SECONDS, seconds / 2))
+        _log.error("gateway process %d answers nothing for %g s and is killed", slot.number, seconds)
+        process.kill()
+
+    async def _refresh(self, slot: _Slot, seconds: float = _TELL_SECONDS) -> bool:
+        """Whether the process in this place says its numbers within the time."""
         if slot.process is None:
-            return
+            return False
         number = next(self._numbers)
         told = self._asked[number] = asyncio.get_running_loop().create_future()
         slot.process.control.send(Report(number))
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(told, _TELL_SECONDS)
-        del self._asked[number]
+        try:
+            await asyncio.wait_for(told, seconds)
+        except asyncio.TimeoutError:
+            return False
+        finally:
+            del self._asked[number]
+        return True
 
     def _accept_again(self) -> None:
         if not self._is_stopping.is_set():
