@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from msaserve import ops
+from msaserve.ops import tape
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -31,6 +32,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         cuda = [pytest.param("cuda", marks=pytest.mark.cuda)] if HAS_CUDA else []
         metafunc.parametrize("device", ["cpu", *cuda])
+
+
+@pytest.fixture(autouse=True)
+def forget_tapes() -> Iterator[None]:
+    """Tests change constants that launches were noted with."""
+    yield
+    tape.clear()
 
 
 @pytest.fixture

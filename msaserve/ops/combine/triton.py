@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from msaserve.ops.hopper import why_not_triton
+from msaserve.ops.tape import taped
 from msaserve.ops.triton_ragged import next_power_of_2
 
 
@@ -84,7 +85,7 @@ def launch(
 ) -> None:
     """Combine into out [T, Hq, D]. With part_counts [Hkv, T] int32, so many parts of each query are read."""
     num_tokens, num_heads, parts, group, dim = partial_out.shape
-    _combine_kernel[(num_tokens, num_heads)](
+    taped(_combine_kernel)[(num_tokens, num_heads)](
         partial_out,
         partial_lse,
         part_counts if part_counts is not None else partial_lse,

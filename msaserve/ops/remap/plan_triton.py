@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from msaserve.ops.tape import scratch, taped
 from msaserve.ops.triton_ragged import next_power_of_2, query_tile
 
 MIN_SHARE = 16
@@ -316,10 +317,6 @@ def plan(
     part_tokens = -(-num_tokens // parts)
     units = parts * num_heads
     num_rows = batch * max_blocks
-    counts_end, rows_end = num_heads * num_tokens, num_heads * num_tokens + units * num_rows
-    zeros = torch.zeros(rows_end + 2 * units + 2, dtype=torch.int32, device=device)
-    part_counts = zeros[:counts_end].view(num_heads, num_tokens)
-    row_counts, cursors = zeros[counts_end:rows_end], zeros[rows_end:]
     full = part_tokens * topk // item + min(num_rows, part_tokens * topk)
     tail = num_heads * (num_tokens // item + min(batch, num_tokens) * parts)
     share_tile = tile or 16
@@ -327,16 +324,23 @@ def plan(
     min_shared = min(MIN_SHARED, share_tile)
     num_tiles = -(-num_tokens // share_tile) + batch - 1
     capacity = share_tile * topk // min_shared
-    ranks = torch.empty((num_heads, num_tokens * topk), dtype=torch.int32, device=device)
-    entries = torch.empty_like(ranks)
-    items = torch.empty((units * full + tail, 8), dtype=torch.int32, device=device)
-    shared = None
-    if tile:
-        shared = SharedBlocks(
-            torch.empty((num_heads, num_tiles, 4), dtype=torch.int32, device=device),
-            torch.empty((num_heads, num_tiles, capacity, 2), dtype=torch.int32, device=device),
-            torch.empty((num_heads, num_tokens), dtype=torch.int32, device=device),
-        )
+    num_units = units * full + tail
+    part_counts, row_counts, cursors, ranks, entries, items, *shared_parts = scratch(
+        device,
+        *[((num_heads, num_tokens * topk), torch.int32)] * 2,
+        ((num_units, 8), torch.int32),
+        *[
+            ((num_heads, num_tiles, 4), torch.int32),
+            ((num_heads, num_tiles, capacity, 2), torch.int32),
+            ((num_heads, num_tokens), torch.int32),
+        ][: 3 if tile else 0],
+        zeros=[
+            ((num_heads, num_tokens), torch.int32),
+            ((units * num_rows,), torch.int32),
+            ((2 * units + 2,), torch.int32),
+        ],
+    )
+    shared = SharedBlocks(*shared_parts) if tile else None
     padded = next_power_of_2(topk)
     options = {
         "S": topk,
@@ -346,7 +350,7 @@ def plan(
     }
     where = (seq_lens, cu_query_lens)
     strides = block_ids.stride()
-    _share_kernel[(num_tiles, num_heads)](
+    taped(_share_kernel)[(num_tiles, num_heads)](
         block_ids,
         *where,
         row_counts,
@@ -369,7 +373,7 @@ def plan(
         num_warps=warps or max(1, min(4, padded_tile * padded // 256)),
     )
     rows = 256
-    _rows_kernel[(batch * -(-max_blocks // rows), units)](
+    taped(_rows_kernel)[(batch * -(-max_blocks // rows), units)](
         block_table,
         *where,
         row_counts,
@@ -388,7 +392,7 @@ def plan(
         num_warps=4,
     )
     scatter_tile = max(1, 1024 // padded)
-    _scatter_kernel[(-(-num_tokens // scatter_tile) + batch - 1, num_heads)](
+    taped(_scatter_kernel)[(-(-num_tokens // scatter_tile) + batch - 1, num_heads)](
         block_ids,
         *where,
         row_counts,

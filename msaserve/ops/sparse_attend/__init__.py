@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from msaserve.ops import tape
 from msaserve.ops.checks import (
     check_caches,
     check_dtype,
@@ -112,6 +113,11 @@ def sparse_attend(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
+    tensors = (q, k_cache, v_cache, block_ids, block_table, seq_lens, cu_query_lens, out, k_scale, v_scale)
+    key = tape.key("sparse_attend", tensors, scale, max_query_len, impl)
+    replayed = tape.replay(key, tensors)
+    if replayed is not None:
+        return replayed[0]
     sizes = check_shapes(
         "sparse_attend",
         ("q", q, ("T", "Hq", "D")),
@@ -142,5 +148,8 @@ def sparse_attend(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    result: torch.Tensor = choose("sparse_attend", IMPLS, impl, *args, **options)(*args, **options)
+    with tape.recording(key, tensors) as recorder:
+        result: torch.Tensor = choose("sparse_attend", IMPLS, impl, *args, **options)(*args, **options)
+        if recorder is not None:
+            recorder.returns(result)
     return result

@@ -34,6 +34,7 @@ from msaserve.ops.select_attend.gluon_words import wait_for_launch_before
 from msaserve.ops.sparse_attend import triton_kv_major
 from msaserve.ops.sparse_attend.gluon_shared import PARTS, attend_shared, fetch_block, widen
 from msaserve.ops.sparse_attend.triton_kv_major import Batch
+from msaserve.ops.tape import taped
 
 ROWS = 64
 """Rows of one tile: one warpgroup's share of a wgmma."""
@@ -477,7 +478,7 @@ def finish(batch: Batch, work: Plan) -> None:
     units, capacity = work.items.shape[:2]
     is_narrow = batch.k_cache.itemsize == 1
     workers = torch.cuda.get_device_properties(q.device).multi_processor_count
-    _attend_kernel[(min(units * capacity, workers),)](
+    taped(_attend_kernel)[(min(units * capacity, workers),)](
         descriptor(rows, (group, 64)),
         descriptor(batch.k_cache.permute(0, 2, 1, 3), (1, 1, block_size, 64)),
         descriptor(batch.v_cache.permute(0, 2, 1, 3), (1, 1, block_size, dim)),

@@ -27,6 +27,7 @@ from msaserve.ops.gluon_tma import descriptor, tma_load
 from msaserve.ops.remap.plan_triton import SharedBlocks
 from msaserve.ops.select_attend.gluon_words import let_next_start
 from msaserve.ops.sparse_attend.triton_kv_major import Batch
+from msaserve.ops.tape import taped
 
 ROWS = 64
 """Rows of one running softmax."""
@@ -372,7 +373,7 @@ def attend_shared(batch: Batch, shared: SharedBlocks) -> None:
     total = num_kv_heads * num_tiles
     is_narrow = batch.k_cache.itemsize == 1
     workers = torch.cuda.get_device_properties(batch.q.device).multi_processor_count
-    _shared_kernel[(min(total, workers),)](
+    taped(_shared_kernel)[(min(total, workers),)](
         descriptor(batch.q, (ROWS // group, group, 64)),
         descriptor(batch.k_cache.permute(0, 2, 1, 3), (1, 1, block_size, 64)),
         descriptor(batch.v_cache.permute(0, 2, 1, 3), (1, 1, block_size, dim)),

@@ -19,6 +19,7 @@ from msaserve.ops.combine.triton import launch as launch_combine
 from msaserve.ops.hopper import why_not_triton
 from msaserve.ops.ragged import slice_rows
 from msaserve.ops.remap.plan_triton import Plan, plan
+from msaserve.ops.tape import complete, new, scratch, taped
 from msaserve.ops.triton_ragged import next_power_of_2
 
 PARTIAL_BYTES = 2 << 30
@@ -165,7 +166,7 @@ def attend_items(
 ) -> None:
     """Partial outputs of the (query, block) pairs of some work items."""
     num_tokens, num_kv_heads, topk, group, dim = partial_out.shape
-    _attend_kernel[(items.shape[-2], items.shape[0] if items.dim() == 3 else 1)](
+    taped(_attend_kernel)[(items.shape[-2], items.shape[0] if items.dim() == 3 else 1)](
         q,
         k_cache,
         v_cache,
@@ -260,14 +261,14 @@ def sparse_attend(
     block_size = k_cache.shape[1]
     group = num_heads // num_kv_heads
     if out is None:
-        out = torch.empty_like(q)
+        out = new(tuple(q.shape), q.dtype, q.device)
     if min(num_tokens, topk, block_table.numel()) == 0:
         return out.zero_()
     per_token = num_heads * topk * dim * q.element_size()
     chunk = max(1, min(num_tokens, PARTIAL_BYTES // per_token))
     chunk = -(-num_tokens // -(-num_tokens // chunk))
-    partial_out = q.new_empty((chunk, num_kv_heads, topk, group, dim))
-    partial_lse = torch.empty((chunk, num_kv_heads, topk, group), dtype=torch.float32, device=q.device)
+    parts_shape = (chunk, num_kv_heads, topk, group)
+    partial_out, partial_lse = scratch(q.device, ((*parts_shape, dim), q.dtype), (parts_shape, torch.float32))
     for first in range(0, num_tokens, chunk):
         end = min(first + chunk, num_tokens)
         lens, cu = (seq_lens, cu_query_lens)
@@ -312,4 +313,5 @@ def sparse_attend(
             v_scale=v_scale,
         )
         finish(batch, work)
+    complete()
     return out
