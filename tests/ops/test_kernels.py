@@ -116,6 +116,6 @@ def test_the_script_prints_a_table_and_says_what_failed() -> None:
     command = [sys.executable, str(script), *options, "--operators", "combine,norm_rope_store"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 1, done.stderr
-    assert "| combine | triton | 3 | 0 | 0 | " in done.stdout
-    assert "FAILED norm_rope_store triton [m3, fp8 per head]: k: no neighbour" in done.stdout
+    assert "| combine | triton | float16 | 3 | 0 | 0 | " in done.stdout
+    assert "FAILED norm_rope_store triton [m3, fp8 per head, float16]: k: no neighbour" in done.stdout
     assert "3 cases, 6 checks, 2 failures" in done.stdout
