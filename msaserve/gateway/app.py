@@ -14,19 +14,17 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from msaserve.config import GenerationDefaults
-from msaserve.errors import InvalidRequestError, MsaserveError, OverloadedError
+from msaserve.errors import InvalidRequestError, OverloadedError
 from msaserve.gateway.apis import messages, responses
 from msaserve.gateway.apis.answer import Answer, ChatAnswer, CompletionAnswer
 from msaserve.gateway.apis.blocks import BlockAnswer
-from msaserve.gateway.apis.envelope import Envelope, answer_error, dialect_of
+from msaserve.gateway.apis.envelope import Envelope, dialect_of
 from msaserve.gateway.apis.messages import CountTokensRequest, MessagesAnswer, MessagesRequest
 from msaserve.gateway.apis.openai import (
     ChatRequest,
@@ -134,14 +132,19 @@ def create_app(
         if media is not None:
             await media.close()
 
-    app = Starlette(
-        routes=routes,
-        middleware=[Middleware(Envelope, settings.api_key, gateway.metrics, tracer, paths)],
-        exception_handlers={HTTPException: answer_error, MsaserveError: answer_error},
-        lifespan=lifespan,
-    )
+    app = _Application(routes=routes, lifespan=lifespan)
+    app.envelope = Envelope(app.router, settings.api_key, gateway.metrics, tracer, paths)
     app.state.gateway = gateway
     return app
+
+
+class _Application(Starlette):
+    """Starlette without its middleware: the envelope answers errors, and says where they belong in which words."""
+
+    envelope: Envelope
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return self.envelope
 
 
 class ChatPrompt(NamedTuple):

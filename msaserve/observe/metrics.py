@@ -92,6 +92,7 @@ class ServerMetrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
+        self._finished_series: dict[str, Counter] = {}
         self._http_series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         """Looking series up by their labels takes longer than counting."""
         self.http_active = Gauge("smg_http_connections_active", "Requests being answered.", registry=self._registry)
@@ -99,7 +100,10 @@ class ServerMetrics:
         self._model_name = model_name
 
     def count_finished(self, reason: str) -> None:
-        self._finished.labels(self._model_name, reason).inc()
+        series = self._finished_series.get(reason)
+        if series is None:
+            series = self._finished_series[reason] = self._finished.labels(self._model_name, reason)
+        series.inc()
 
     def count_http(self, method: str, path: str, status: int, seconds: float) -> None:
         """path: the route, not what the client sent, so that the number of series stays bounded."""

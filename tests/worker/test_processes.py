@@ -85,7 +85,7 @@ async def test_two_workers_and_one_dies(http: httpx.AsyncClient) -> None:
         async def stream(i: int) -> list[dict[str, Any]]:
             events = []
             async with http.stream(
-                "POST", f"{url}/v1/completions", json=completion(stream=True, max_tokens=1000)
+                "POST", f"{url}/v1/completions", json=completion(stream=True, max_tokens=2500)
             ) as answer:
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):

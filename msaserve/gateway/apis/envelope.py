@@ -13,8 +13,7 @@ from secrets import token_hex
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from msaserve.gateway.apis.messages import MESSAGES
@@ -98,7 +97,8 @@ class Envelope:
                 except Exception as error:
                     if status:
                         raise
-                    await error_response(error, dialect_of(scope["path"]))(scope, receive, send_with_id)
+                    response = error_response(_located(error, scope), dialect_of(scope["path"]))
+                    await response(scope, receive, send_with_id)
                 finally:
                     if span.is_recorded:
                         _describe(span, {"http.request.method": method, "http.route": path}, status, request_id, facts)
@@ -139,11 +139,16 @@ def _describe(span: Span, http: dict[str, str], status: int, request_id: str, fa
         span.fail(f"HTTP {status}")
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException) and error.status_code in (404, 405) and not isinstance(error, NoSuchModelError):
-        detail = f"{request.method} {request.url.path}: {error.detail.lower()}"
-        error = HTTPException(error.status_code, detail, dict(error.headers or {}))
-    return error_response(error, dialect_of(request.url.path))
+def _located(error: Exception, scope: Scope) -> Exception:
+    """The error; of a path or a method that there is not, with both."""
+    if (
+        not isinstance(error, HTTPException)
+        or error.status_code not in (404, 405)
+        or isinstance(error, NoSuchModelError)
+    ):
+        return error
+    detail = f"{scope['method']} {scope['path']}: {error.detail.lower()}"
+    return HTTPException(error.status_code, detail, dict(error.headers or {}))
 
 
 def dialect_of(path: str) -> Dialect:
