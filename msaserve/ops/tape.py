@@ -73,7 +73,7 @@ def clear() -> None:
 def key(op: str, tensors: Sequence[torch.Tensor | None], *options: Hashable) -> Hashable | None:
     """What `op` launches for these arguments follows from this; None where nothing is taped."""
     first = tensors[0]
-    if first is None or getattr(_local, "recorder", None) is not None:
+    if first is None or _outer() is not None:
         return None
     place = _place(first)
     if place is None:
@@ -190,13 +190,19 @@ class _Recorder:
         return _Tape(tuple(zip(self._steps, map(tuple, dead), strict=True)), self._returns)
 
 
+def _outer() -> _Recorder | None:
+    """The recorder that what happens in this thread is noted by; a spoiled one no longer matters."""
+    recorder: _Recorder | None = getattr(_local, "recorder", None)
+    return None if recorder is None or recorder.is_spoiled else recorder
+
+
 @contextmanager
 def recording(key: Hashable | None, tensors: Sequence[torch.Tensor | None]) -> Iterator[_Recorder | None]:
     """Note what is launched inside, if it says that it is complete, for `replay`. Inside another one that one notes it.
 
     Gives what must be told the call's results, by `returns`; None where there is nothing to tell.
     """
-    outer: _Recorder | None = getattr(_local, "recorder", None)
+    outer = _outer()
     if outer is not None:
         try:
             yield None
@@ -207,11 +213,12 @@ def recording(key: Hashable | None, tensors: Sequence[torch.Tensor | None]) -> I
     if key is None:
         yield None
         return
+    spoiled = getattr(_local, "recorder", None)
     recorder = _local.recorder = _Recorder(tensors)
     try:
         yield recorder
     finally:
-        _local.recorder = None
+        _local.recorder = spoiled
     tape = recorder.tape()
     if tape is not None:
         with _lock:

@@ -219,9 +219,14 @@ def test_a_call_that_fails_leaves_nothing() -> None:
     assert len(add.replayed) == 2
 
 
-@pytest.mark.parametrize("is_complete", [True, False])
-def test_operators_inside_another_are_part_of_it(is_complete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["both", "the second alone"])
+def test_operators_inside_another_are_part_of_it_or_on_their_own(how: str) -> None:
     add, count = kernels()
+    other = torch.ones(N)
+
+    def spoil() -> None:
+        if how != "both":
+            taped(count)[(1,)](other, other)
 
     def twice(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors = (x, y)
@@ -230,11 +235,9 @@ def test_operators_inside_another_are_part_of_it(is_complete: bool, monkeypatch:
         if replayed is not None:
             return replayed
         with tape.recording(key, tensors) as recorder:
-            between = operator(x, y, None, add, count)
-            if not is_complete:
-                monkeypatch.setitem(globals(), "complete", lambda: None)
+            between = operator(x, y, None, add, count, inner=spoil)
             out = operator(between, y, None, add, count, gain=3.0)
-            tape.complete()
+            complete()
             assert recorder is not None
             recorder.returns(out, between)
         return out, between
@@ -245,7 +248,28 @@ def test_operators_inside_another_are_part_of_it(is_complete: bool, monkeypatch:
     out, between = twice(x, y)
     torch.testing.assert_close(between, expected(x, y))
     torch.testing.assert_close(out, expected(between, y, 3.0))
-    assert add.plain == (4 if is_complete else 8)
+    assert add.plain == (4 if how == "both" else 6)
+
+
+def test_an_operator_inside_that_is_not_complete_spoils_the_outer(monkeypatch: pytest.MonkeyPatch) -> None:
+    add, count = kernels()
+
+    def outer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        tensors = (x, y)
+        key = tape.key("outer", tensors)
+        assert tape.replay(key, tensors) is None
+        with tape.recording(key, tensors) as recorder:
+            with monkeypatch.context() as patch:
+                patch.setitem(globals(), "complete", lambda: None)
+                out = operator(x, y, None, add, count)
+            complete()
+            assert recorder is not None
+            recorder.returns(out)
+        return out
+
+    outer(*pair())
+    outer(*pair())
+    assert not tape._tapes
 
 
 def test_another_thread_is_not_recorded() -> None:
