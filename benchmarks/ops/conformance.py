@@ -298,9 +298,9 @@ def main() -> None:
     parser.add_argument("--report", nargs="*", default=[])
     options = parser.parse_args()
     if options.report:
-        found, where = read_records(options.report)
-        print(*sorted(where), sep="\n")
-        sys.exit(1 if report(found) else 0)
+        recorded, machines = read_records(options.report)
+        print(*sorted(machines), sep="\n")
+        sys.exit(1 if report(recorded) else 0)
     operators = tuple(options.operators.split(","))
     tasks = [
         Task(trial, operators)
@@ -325,7 +325,8 @@ def main() -> None:
             print(f"    {result.operator} {result.impl}: {result.failure}", flush=True)
         if options.record:
             with open(options.record, "a") as file:
-                file.write(json.dumps({"machine": where, "results": found}) + "\n")
+                # A line of its own, also after a part of one.
+                file.write("\n" + json.dumps({"machine": where, "results": found}) + "\n")
 
     run_all(tasks, options.cases == "small", options.jobs, options.seconds, keep)
     print(", ".join(f"{name} {value}" for name, value in where.items()))

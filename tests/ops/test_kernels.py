@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +31,7 @@ from msaserve.ops.conformance import (
     implementations,
     poisoned,
 )
-from msaserve.ops.testing import KERNEL_CASES
+from msaserve.ops.testing import CASES_8_BITS, DECODE_CASES, KERNEL_CASES, PREFILL_CASES
 
 HAS_CARD = torch.cuda.is_available()
 SPECS = {spec.name: spec for spec in KERNEL_CASES}
@@ -109,13 +109,30 @@ def test_poisoned_memory_is_nan_and_left_so_no_longer() -> None:
 
 
 @pytest.mark.skipif(HAS_CARD, reason="a card runs the whole of it")
-def test_the_script_prints_a_table_and_says_what_failed() -> None:
+def test_the_script_prints_a_table_and_says_what_failed(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "ops" / "conformance.py"
     options = ["--device", "cpu", "--dtype", "float16", "--cases", "small", "--only", "m3", "--jobs", "1"]
     # The interpreter rounds 8-bit values wrongly (above): failures to be told.
     command = [sys.executable, str(script), *options, "--operators", "combine,norm_rope_store"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    record = str(tmp_path / "record.jsonl")
+    run = partial(subprocess.run, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    done = run([*command, "--record", record])
     assert done.returncode == 1, done.stderr
     assert "| combine | triton | float16 | 3 | 0 | 0 | " in done.stdout
     assert "FAILED norm_rope_store triton [m3, fp8 per head, float16]: k: no neighbour" in done.stdout
     assert "3 cases, 6 checks, 2 failures" in done.stdout
+    Path(record).write_text(Path(record).read_text() + '{"machine": {}, "resul')
+    again = run([*command, "--record", record, "--known", record])
+    assert "m3, float16" not in again.stdout, "a case without a failure was run again"
+    assert "2 cases, 2 checks, 2 failures" in again.stdout
+    merged = run([sys.executable, str(script), "--report", record])
+    assert merged.returncode == 1
+    assert len([line for line in Path(record).read_text().splitlines() if line.endswith("}")]) == 5
+    assert "| combine | triton | float16 | 3 | 0 | 0 | " in merged.stdout
+    assert "3 cases, 6 checks, 2 failures" in merged.stdout
+
+
+def test_names_of_cases_are_unique() -> None:
+    names = [spec.name for spec in (*KERNEL_CASES, *DECODE_CASES, *PREFILL_CASES)]
+    assert len(set(names)) == len(names)
+    assert set(CASES_8_BITS) <= set(names)
