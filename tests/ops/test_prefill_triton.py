@@ -130,3 +130,16 @@ def test_hopper_selection_equals_the_reference() -> None:
     case = build(m3_spec("chunk", ((300, 5000), (1, 1), (77, 77), (200, 2048))), dtype=torch.bfloat16, device=DEVICE)
     chosen, expected = choose(case, "gluon_prefill"), choose(case, "reference")
     assert (chosen == expected).all(-1).float().mean() > 0.99
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@pytest.mark.parametrize("lengths", [((300, 5000), (77, 77)), ((130, 40_000),)])
+def test_another_call_of_the_same_shapes_follows_its_own_inputs(lengths: tuple[tuple[int, int], ...]) -> None:
+    """The second call launches what was noted of the first, on tensors that lie elsewhere."""
+    for seed in range(3):
+        spec = m3_spec("again", lengths, index_values="integers")
+        case = build(spec, dtype=torch.bfloat16, device=DEVICE)
+        torch.manual_seed(seed)
+        case = replace(case, index_q=torch.randint_like(case.index_q, -3, 4))
+        assert torch.equal(choose(case, "gluon_prefill"), choose(case, "reference"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from msaserve.ops import tape
 from msaserve.ops.checks import check_dtype, check_index_queries, check_int32, check_selection, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
 from msaserve.ops.hopper import ask_later, on_card_in_8_bits_too, on_card_in_half
@@ -65,6 +66,12 @@ def select_blocks(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; not 1 ≤ local_blocks ≤ topk.
     """
+    args = (index_q, index_k_cache, block_table, seq_lens, cu_query_lens)
+    tensors = (*args, out)
+    key = tape.key("select_blocks", tensors, topk, local_blocks, max_query_len, max_seq_len, impl)
+    replayed = tape.replay(key, tensors)
+    if replayed is not None:
+        return replayed[0]
     sizes = check_shapes(
         "select_blocks",
         ("index_q", index_q, ("T", "Hkv", "Di")),
@@ -84,7 +91,6 @@ def select_blocks(
     check_int32("select_blocks", block_table=block_table, seq_lens=seq_lens, cu_query_lens=cu_query_lens)
     check_dtype("select_blocks", "out", out, (torch.int32,))
     check_selection("select_blocks", topk, local_blocks)
-    args = (index_q, index_k_cache, block_table, seq_lens, cu_query_lens)
     options = {
         "topk": topk,
         "local_blocks": local_blocks,
@@ -92,5 +98,8 @@ def select_blocks(
         "max_seq_len": max_seq_len,
         "out": out,
     }
-    result: torch.Tensor = choose("select_blocks", IMPLS, impl, *args, **options)(*args, **options)
+    with tape.recording(key, tensors) as recorder:
+        result: torch.Tensor = choose("select_blocks", IMPLS, impl, *args, **options)(*args, **options)
+        if recorder is not None:
+            recorder.returns(result)
     return result

@@ -27,6 +27,7 @@ from msaserve.ops.gluon_tma import descriptor, tma_load
 from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.select_blocks import triton_prefill
 from msaserve.ops.select_blocks.triton_prefill import num_workers, split_of
+from msaserve.ops.tape import taped
 from msaserve.ops.triton_ragged import next_power_of_2
 
 ROWS = 256
@@ -281,7 +282,7 @@ def score_tiles(
     pages = descriptor(index_k_cache, (1, block_size, dim))
     spread = min(num_blocks, num_tiles * block_q // block_size)
     split_blocks = split_of(num_tiles, num_blocks, num_workers(index_q.device), group, spread)
-    _score_kernel[(num_tiles, -(-num_blocks // split_blocks))](
+    taped(_score_kernel)[(num_tiles, -(-num_blocks // split_blocks))](
         index_q,
         pages,
         block_table,

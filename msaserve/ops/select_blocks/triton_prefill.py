@@ -19,6 +19,7 @@ import triton.language as tl
 
 from msaserve.ops.hopper import why_not_triton
 from msaserve.ops.select_blocks.torch_topk import rank_blocks
+from msaserve.ops.tape import complete, new, scratch, taped
 from msaserve.ops.triton_ragged import next_power_of_2, query_tile
 
 SCRATCH_BYTES = 256 << 20
@@ -426,7 +427,7 @@ def score_tiles(
     block_size = index_k_cache.shape[1]
     spread = min(num_blocks, num_tiles * block_q // block_size)
     split_blocks = split_of(num_tiles, num_blocks, 2 * num_workers(index_q.device), group, spread)
-    _score_kernel[(num_tiles, -(-num_blocks // split_blocks))](
+    taped(_score_kernel)[(num_tiles, -(-num_blocks // split_blocks))](
         index_q,
         index_k_cache,
         block_table,
@@ -512,7 +513,7 @@ def select_blocks(
     block_size = index_k_cache.shape[1]
     batch = block_table.shape[0]
     if out is None:
-        out = torch.empty((num_heads, num_tokens, topk), dtype=torch.int32, device=index_q.device)
+        out = new((num_heads, num_tokens, topk), torch.int32, index_q.device)
     if num_tokens == 0 or batch == 0 or max_seq_len == 0:
         return out.fill_(-1)
     num_blocks = -(-max_seq_len // block_size)
@@ -520,8 +521,24 @@ def select_blocks(
     block_q = max(1, rows // heads_padded)
     rows = block_q * heads_padded
     total_tiles = -(-num_tokens // block_q) + batch - 1
-    tiles = torch.empty((total_tiles, 4), dtype=torch.int32, device=index_q.device)
-    _tiles_kernel[(total_tiles,)](
+    log = max(3, (topk - local_blocks - 1).bit_length()) if topk > local_blocks else 3
+    is_ranked = log > MAX_LOG
+    # PyTorch's ranking holds the scores several times more, as 64-bit keys
+    chunk = max(1, min(total_tiles, (SCRATCH_BYTES // 8 if is_ranked else SCRATCH_BYTES) // (num_blocks * rows * 4)))
+    chunk = -(-total_tiles // -(-total_tiles // chunk))
+    is_grouped = topk > local_blocks and num_blocks >= MIN_GROUPED and not is_ranked
+    group = 1 << log if is_grouped else 1
+    r = min(32, rows)
+    segments = 1 if is_ranked else segments_of(chunk * (rows // r), num_blocks, num_workers(index_q.device))
+    tiles, scores, group_scores, groups, lists = scratch(
+        index_q.device,
+        ((total_tiles, 4), torch.int32),
+        ((chunk, num_blocks, rows), torch.float32),
+        ((chunk, -(-num_blocks // group) if is_grouped else 1, rows), torch.float32),
+        ((chunk * rows * (topk - local_blocks + 1) if is_grouped else 1,), torch.int32),
+        ((chunk * (rows // r) * segments * (r << log) if segments > 1 else 1,), torch.float32),
+    )
+    taped(_tiles_kernel)[(total_tiles,)](
         cu_query_lens,
         seq_lens,
         tiles,
@@ -534,25 +551,6 @@ def select_blocks(
         BLOCK_Q=block_q,
         BLOCK_B=next_power_of_2(batch),
         num_warps=1,
-    )
-    log = max(3, (topk - local_blocks - 1).bit_length()) if topk > local_blocks else 3
-    is_ranked = log > MAX_LOG
-    # PyTorch's ranking holds the scores several times more, as 64-bit keys
-    scratch = SCRATCH_BYTES // 8 if is_ranked else SCRATCH_BYTES
-    chunk = max(1, min(total_tiles, scratch // (num_blocks * rows * 4)))
-    chunk = -(-total_tiles // -(-total_tiles // chunk))
-    scores = torch.empty((chunk, num_blocks, rows), dtype=torch.float32, device=index_q.device)
-    group, group_scores, groups = 1, scores, tiles
-    if topk > local_blocks and num_blocks >= MIN_GROUPED and not is_ranked:
-        group = 1 << log
-        group_scores = scores.new_empty((chunk, -(-num_blocks // group), rows))
-        groups = tiles.new_empty(chunk * rows * (topk - local_blocks + 1))
-    r = min(32, rows)
-    segments = 1 if is_ranked else segments_of(chunk * (rows // r), num_blocks, num_workers(index_q.device))
-    lists = torch.empty(
-        (chunk * (rows // r) * segments * (r << log) if segments > 1 else 1,),
-        dtype=torch.float32,
-        device=index_q.device,
     )
     for first_tile in range(0, total_tiles, chunk):
         count = min(chunk, total_tiles - first_tile)
@@ -567,7 +565,7 @@ def select_blocks(
                 block_size=block_size,
                 local_blocks=local_blocks,
             )
-        _topk_kernel[(count, rows // r)](
+        taped(_topk_kernel)[(count, rows // r)](
             scores,
             group_scores,
             tiles,
@@ -591,4 +589,6 @@ def select_blocks(
             GROUP=0 if is_ranked else group,
             num_warps=segments,
         )
+    if not is_ranked:
+        complete()
     return out
