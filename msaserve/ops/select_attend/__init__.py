@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from msaserve.ops import tape
 from msaserve.ops.checks import (
     check_caches,
     check_dtype,
@@ -74,6 +75,12 @@ def select_attend(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; not 1 ≤ local_blocks ≤ topk.
     """
+    args = (q, k_cache, v_cache, index_q, index_k_cache, block_table, seq_lens, cu_query_lens)
+    tensors = (*args, out, k_scale, v_scale)
+    key = tape.key("select_attend", tensors, topk, local_blocks, scale, max_query_len, max_seq_len, impl)
+    replayed = tape.replay(key, tensors)
+    if replayed is not None:
+        return replayed[0], replayed[1]
     sizes = check_shapes(
         "select_attend",
         ("q", q, ("T", "Hq", "D")),
@@ -102,7 +109,6 @@ def select_attend(
     check_selection("select_attend", topk, local_blocks)
     check_scale("select_attend", "k_scale", k_scale, sizes["Hkv"])
     check_scale("select_attend", "v_scale", v_scale, sizes["Hkv"])
-    args = (q, k_cache, v_cache, index_q, index_k_cache, block_table, seq_lens, cu_query_lens)
     options = {
         "topk": topk,
         "local_blocks": local_blocks,
@@ -113,5 +119,10 @@ def select_attend(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    result: tuple[torch.Tensor, torch.Tensor] = choose("select_attend", IMPLS, impl, *args, **options)(*args, **options)
+    with tape.recording(key, tensors) as recorder:
+        result: tuple[torch.Tensor, torch.Tensor] = choose("select_attend", IMPLS, impl, *args, **options)(
+            *args, **options
+        )
+        if recorder is not None:
+            recorder.returns(*result)
     return result

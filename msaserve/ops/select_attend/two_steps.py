@@ -6,6 +6,7 @@ import torch
 
 from msaserve.ops.select_blocks import select_blocks
 from msaserve.ops.sparse_attend import sparse_attend
+from msaserve.ops.tape import complete
 
 
 def select_attend(
@@ -53,4 +54,5 @@ def select_attend(
         v_scale=v_scale,
         impl=impl,
     )
+    complete()
     return attended, block_ids
