@@ -7,7 +7,6 @@ own value; what is not implemented is refused by name.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from msaserve.errors import CheckpointError, InvalidRequestError, UnsupportedError
+from msaserve.fields import integer, number, optional_section, read_json, section
 
 MODEL_TYPE = "minimax_m3_vl"
 
@@ -110,8 +110,8 @@ class GenerationDefaults:
             CheckpointError: no such directory, no or invalid config.json.
         """
         config = _read_config(Path(directory))
-        text = _section(config, "text_config") if "text_config" in config else config
-        return _generation_defaults(_read_json(Path(directory) / "generation_config.json") or {}, text, config)
+        text = section(config, "text_config") if "text_config" in config else config
+        return _generation_defaults(read_json(Path(directory) / "generation_config.json"), text, config)
 
 
 @dataclass(frozen=True)
@@ -147,15 +147,15 @@ class ModelConfig:
         model_type = config.get("model_type")
         if model_type != MODEL_TYPE:
             raise CheckpointError(f"model_type is {model_type!r}; this program serves {MODEL_TYPE!r} only")
-        text = _section(config, "text_config")
-        _refuse_quantization(config, text, _read_json(directory / "hf_quant_config.json"))
+        text = section(config, "text_config")
+        _refuse_quantization(config, text, read_json(directory / "hf_quant_config.json"))
         vision = config.get("vision_config")
         return cls(
             text=_text_config(text, is_tied=bool(config.get("tie_word_embeddings", False))),
-            vision=None if vision is None else _vision_config(config, _section(config, "vision_config")),
+            vision=None if vision is None else _vision_config(config, section(config, "vision_config")),
             image_token_id=_token_id(config, "image", 200025),
             video_token_id=_token_id(config, "video", 200026),
-            generation=_generation_defaults(_read_json(directory / "generation_config.json") or {}, text, config),
+            generation=_generation_defaults(read_json(directory / "generation_config.json"), text, config),
             directory=directory,
         )
 
@@ -217,30 +217,30 @@ class EngineConfig:
 
 def _text_config(text: Mapping[str, Any], *, is_tied: bool) -> TextConfig:
     _refuse_text_options(text)
-    num_layers = _int(text, "num_hidden_layers")
+    num_layers = integer(text, "num_hidden_layers")
     sparse = _sparse_fields(text, num_layers)
-    head_dim = _int(text, "head_dim", 128)
+    head_dim = integer(text, "head_dim", 128)
     config = TextConfig(
-        vocab_size=_int(text, "vocab_size"),
-        hidden_size=_int(text, "hidden_size"),
+        vocab_size=integer(text, "vocab_size"),
+        hidden_size=integer(text, "hidden_size"),
         num_layers=num_layers,
-        num_heads=_int(text, "num_attention_heads"),
-        num_kv_heads=_int(text, "num_key_value_heads"),
+        num_heads=integer(text, "num_attention_heads"),
+        num_kv_heads=integer(text, "num_key_value_heads"),
         head_dim=head_dim,
-        max_position_embeddings=_int(text, "max_position_embeddings", 524288),
-        rms_norm_eps=_float(text, "rms_norm_eps", 1e-6),
+        max_position_embeddings=integer(text, "max_position_embeddings", 524288),
+        rms_norm_eps=number(text, "rms_norm_eps", 1e-6),
         rope_theta=_rope_theta(text, 5_000_000.0),
         rotary_dim=_rotary_dim(text, head_dim),
         tie_word_embeddings=is_tied or bool(text.get("tie_word_embeddings", False)),
         has_moe=_moe_layers(text, num_layers),
-        dense_intermediate_size=_int(text, "dense_intermediate_size", 12288),
-        moe_intermediate_size=_int(text, "intermediate_size", 3072),
-        shared_intermediate_size=_int(text, "shared_intermediate_size", 3072),
-        num_experts=_int(text, "num_local_experts", 128),
-        num_experts_per_tok=_int(text, "num_experts_per_tok", 4),
-        routed_scaling_factor=_float(text, "routed_scaling_factor", 2.0),
-        swiglu_alpha=_float(text, "swiglu_alpha", 1.702),
-        swiglu_limit=_float(text, "swiglu_limit", 7.0),
+        dense_intermediate_size=integer(text, "dense_intermediate_size", 12288),
+        moe_intermediate_size=integer(text, "intermediate_size", 3072),
+        shared_intermediate_size=integer(text, "shared_intermediate_size", 3072),
+        num_experts=integer(text, "num_local_experts", 128),
+        num_experts_per_tok=integer(text, "num_experts_per_tok", 4),
+        routed_scaling_factor=number(text, "routed_scaling_factor", 2.0),
+        swiglu_alpha=number(text, "swiglu_alpha", 1.702),
+        swiglu_limit=number(text, "swiglu_limit", 7.0),
         **sparse,
     )
     _check_text(config)
@@ -253,24 +253,24 @@ def _sparse_fields(text: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         names = _layer_names(text, "layer_types", num_layers, {"full_attention": False, "minimax_m3_sparse": True})
         return {
             "has_sparse_attention": names or (False,) * num_layers,
-            "num_index_heads": _int(text, "index_n_heads", 4),
-            "index_dim": _int(text, "index_head_dim", 128),
-            "block_size": _int(text, "index_block_size", 128),
-            "topk_blocks": _int(text, "index_topk_blocks", 16),
-            "local_blocks": _int(text, "index_local_blocks", 1),
+            "num_index_heads": integer(text, "index_n_heads", 4),
+            "index_dim": integer(text, "index_head_dim", 128),
+            "block_size": integer(text, "index_block_size", 128),
+            "topk_blocks": integer(text, "index_topk_blocks", 16),
+            "local_blocks": integer(text, "index_local_blocks", 1),
         }
-    sparse = _section(text, "sparse_attention_config")
+    sparse = section(text, "sparse_attention_config")
     layers = _layer_flags(sparse, "sparse_attention_freq", num_layers) or (False,) * num_layers
     if not sparse.get("use_sparse_attention", True):
         layers = (False,) * num_layers
     _refuse_sparse_options(sparse, layers, num_layers)
     return {
         "has_sparse_attention": layers,
-        "num_index_heads": _int(sparse, "sparse_num_index_heads", 4),
-        "index_dim": _int(sparse, "sparse_index_dim", 128),
-        "block_size": _int(sparse, "sparse_block_size", 128),
-        "topk_blocks": _int(sparse, "sparse_topk_blocks", 16),
-        "local_blocks": _int(sparse, "sparse_local_block", 1),
+        "num_index_heads": integer(sparse, "sparse_num_index_heads", 4),
+        "index_dim": integer(sparse, "sparse_index_dim", 128),
+        "block_size": integer(sparse, "sparse_block_size", 128),
+        "topk_blocks": integer(sparse, "sparse_topk_blocks", 16),
+        "local_blocks": integer(sparse, "sparse_local_block", 1),
     }
 
 
@@ -280,49 +280,51 @@ def _moe_layers(text: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
 
 
 def _rotary_dim(text: Mapping[str, Any], head_dim: int) -> int:
-    rope = _optional(text, "rope_parameters")
+    rope = optional_section(text, "rope_parameters")
     source = rope if "partial_rotary_factor" in rope else text
     if source.get("partial_rotary_factor") is not None:
-        factor = _float(source, "partial_rotary_factor", 1.0)
+        factor = number(source, "partial_rotary_factor", 1.0)
         rotary_dim = int(head_dim * factor)
-        if not rope and _int(text, "rotary_dim", rotary_dim) != rotary_dim:
+        if not rope and integer(text, "rotary_dim", rotary_dim) != rotary_dim:
             raise CheckpointError(
                 f"text_config: rotary_dim {text['rotary_dim']} contradicts partial_rotary_factor {factor} "
                 f"of head_dim {head_dim}"
             )
         return rotary_dim
     # The flat spelling's rotary_dim is a remnant: the reference rotates rope_parameters' share of the head, else all.
-    return head_dim if rope else _int(text, "rotary_dim", 64)
+    return head_dim if rope else integer(text, "rotary_dim", 64)
 
 
 def _rope_theta(section: Mapping[str, Any], default: float) -> float:
-    rope = _optional(section, "rope_parameters")
-    return _float(rope, "rope_theta", _float(section, "rope_theta", default))
+    rope = optional_section(section, "rope_parameters")
+    return number(rope, "rope_theta", number(section, "rope_theta", default))
 
 
 def _vision_config(config: Mapping[str, Any], vision: Mapping[str, Any]) -> VisionConfig:
     _refuse(vision, "vision_config", "hidden_act", ("gelu",))
     _refuse(vision, "vision_config", "position_embedding_type", ("rope",))
     _refuse(vision, "vision_config", "rope_mode", ("3d",))
-    _refuse(_optional(vision, "rope_parameters"), "vision_config.rope_parameters", "rope_type", ("axial", "default"))
+    _refuse(
+        optional_section(vision, "rope_parameters"), "vision_config.rope_parameters", "rope_type", ("axial", "default")
+    )
     _refuse(config, "config", "projector_hidden_act", ("gelu",))
     _refuse(config, "config", "multimodal_projector_bias", (True,))
     # Either place: the released files carry it in both, transformers flattens it.
     key = "img_token_compression_config"
-    merge = _optional(vision, key) or _optional(config, key)
+    merge = optional_section(vision, key) or optional_section(config, key)
     _refuse(merge, "img_token_compression_config", "image_token_compression_method", ("patch_merge",))
     result = VisionConfig(
-        hidden_size=_int(vision, "hidden_size", 1280),
-        intermediate_size=_int(vision, "intermediate_size", 5120),
-        num_layers=_int(vision, "num_hidden_layers", 32),
-        num_heads=_int(vision, "num_attention_heads", 16),
-        num_channels=_int(vision, "num_channels", 3),
-        patch_size=_int(vision, "patch_size", 14),
-        temporal_patch_size=_int(vision, "temporal_patch_size", _int(merge, "temporal_patch_size", 2)),
-        spatial_merge_size=_int(vision, "spatial_merge_size", _int(merge, "spatial_merge_size", 2)),
-        layer_norm_eps=_float(vision, "layer_norm_eps", 1e-5),
+        hidden_size=integer(vision, "hidden_size", 1280),
+        intermediate_size=integer(vision, "intermediate_size", 5120),
+        num_layers=integer(vision, "num_hidden_layers", 32),
+        num_heads=integer(vision, "num_attention_heads", 16),
+        num_channels=integer(vision, "num_channels", 3),
+        patch_size=integer(vision, "patch_size", 14),
+        temporal_patch_size=integer(vision, "temporal_patch_size", integer(merge, "temporal_patch_size", 2)),
+        spatial_merge_size=integer(vision, "spatial_merge_size", integer(merge, "spatial_merge_size", 2)),
+        layer_norm_eps=number(vision, "layer_norm_eps", 1e-5),
         rope_theta=_rope_theta(vision, 10_000.0),
-        projector_hidden_size=_int(config, "projector_hidden_size", 6144),
+        projector_hidden_size=integer(config, "projector_hidden_size", 6144),
     )
     if result.hidden_size % result.num_heads or result.head_dim < 6:
         raise CheckpointError(
@@ -336,8 +338,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
     """A checkpoint's config.json. Raises CheckpointError."""
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint directory {str(directory)!r} does not exist or is not a directory")
-    config = _read_json(directory / "config.json")
-    if config is None:
+    config = read_json(directory / "config.json")
+    if not config and not (directory / "config.json").exists():
         raise CheckpointError(f"{directory / 'config.json'} is missing: not a checkpoint directory")
     return config
 
@@ -352,11 +354,11 @@ def _generation_defaults(
         raise CheckpointError(f"eos_token_id must be a token id or a list of them, not {eos!r}")
     return GenerationDefaults(
         # do_sample absent means nothing: the file then only sets filters. An explicit false means greedy.
-        temperature=0.0 if generation.get("do_sample") is False else _float(generation, "temperature", 1.0),
-        top_p=_float(generation, "top_p", 1.0),
-        top_k=max(_int(generation, "top_k", 0, minimum=-1), 0),
-        min_p=_float(generation, "min_p", 0.0),
-        repetition_penalty=_float(generation, "repetition_penalty", 1.0),
+        temperature=0.0 if generation.get("do_sample") is False else number(generation, "temperature", 1.0),
+        top_p=number(generation, "top_p", 1.0),
+        top_k=max(integer(generation, "top_k", 0, minimum=-1), 0),
+        min_p=number(generation, "min_p", 0.0),
+        repetition_penalty=number(generation, "repetition_penalty", 1.0),
         eos_token_ids=tuple(eos_ids),
     )
 
@@ -373,9 +375,9 @@ def _refuse_text_options(text: Mapping[str, Any]) -> None:
         ("attention_output_gate", (False,)),
     ):
         _refuse(text, "text_config", key, implemented)
-    rope = _optional(text, "rope_parameters")
+    rope = optional_section(text, "rope_parameters")
     _refuse(rope, "text_config.rope_parameters", "rope_type", ("default",))
-    scaling = _optional(text, "rope_scaling")
+    scaling = optional_section(text, "rope_scaling")
     for key in ("rope_type", "type"):
         _refuse(scaling, "text_config.rope_scaling", key, ("default",))
 
@@ -399,12 +401,8 @@ def _refuse(section: Mapping[str, Any], where: str, key: str, implemented: Seque
         raise UnsupportedError(f"{where}.{key} = {value!r} is not implemented; {_listed(implemented)} is")
 
 
-def _refuse_quantization(
-    config: Mapping[str, Any], text: Mapping[str, Any], modelopt: Mapping[str, Any] | None
-) -> None:
-    scheme = (
-        config.get("quantization_config") or text.get("quantization_config") or (modelopt or {}).get("quantization")
-    )
+def _refuse_quantization(config: Mapping[str, Any], text: Mapping[str, Any], modelopt: Mapping[str, Any]) -> None:
+    scheme = config.get("quantization_config") or text.get("quantization_config") or modelopt.get("quantization")
     if not scheme:
         return
     if not isinstance(scheme, Mapping):
@@ -464,52 +462,9 @@ def _layer_list(value: Any, key: str, num_layers: int) -> list[Any]:
     return value
 
 
-def _int(section: Mapping[str, Any], key: str, default: int | None = None, *, minimum: int = 1) -> int:
-    value = section.get(key)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise CheckpointError(f"config: {key} must be a whole number of at least {minimum}, not {value!r}")
-    return value
-
-
 def _token_id(config: Mapping[str, Any], modality: str, default: int) -> int:
     key = f"{modality}_token_index"
-    return _int(config, key if key in config else f"{modality}_token_id", default, minimum=0)
-
-
-def _float(section: Mapping[str, Any], key: str, default: float) -> float:
-    value = section.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e300:
-        raise CheckpointError(f"config: {key} must be a number, not {value!r}")
-    return float(value)
-
-
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"config: {key} must be an object, not {value!r}")
-    return value
-
-
-def _optional(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A section, {} where there is none."""
-    return _section(config, key) if config.get(key) else {}
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """None if there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return value
+    return integer(config, key if key in config else f"{modality}_token_id", default, minimum=0)
 
 
 def _listed(values: Sequence[Any]) -> str:

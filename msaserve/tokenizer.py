@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from msaserve.errors import CheckpointError, InvalidRequestError, UnsupportedError
+from msaserve.fields import read_json
 
 _CHUNK_CHARS = 65_536
 _CHUNK_SLACK = 16
@@ -242,19 +243,6 @@ def new_guard(texts: Sequence[str]) -> str:
     if not unused:
         raise InvalidRequestError("the text contains every private-use character from U+100000 on")
     return unused.pop()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} where there is no such file. Raises CheckpointError."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return data
 
 
 def _token_bytes(vocab: dict[str, int], added: dict[int, Any]) -> list[bytes]:

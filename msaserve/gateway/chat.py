@@ -12,7 +12,8 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from msaserve.errors import CheckpointError, InvalidRequestError
-from msaserve.tokenizer import Tokenizer, new_guard, read_json
+from msaserve.fields import read_json
+from msaserve.tokenizer import Tokenizer, new_guard
 
 THINKING_MODES = ("adaptive", "enabled", "disabled")
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

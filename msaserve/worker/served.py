@@ -14,7 +14,8 @@ from msaserve import pixels
 from msaserve.config import GenerationDefaults, ModelConfig
 from msaserve.engine.engine import Engine
 from msaserve.errors import CheckpointError
-from msaserve.tokenizer import Tokenizer, read_json
+from msaserve.fields import read_json
+from msaserve.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
