@@ -42,7 +42,14 @@ def family(process: Process) -> list[psutil.Process]:
 
 def gateways(process: Process) -> list[psutil.Process]:
     """In the order in which they were started."""
-    return sorted((p for p in family(process) if CHILD in " ".join(p.cmdline())), key=lambda p: p.create_time())
+
+    def is_gateway(p: psutil.Process) -> bool:
+        try:
+            return CHILD in " ".join(p.cmdline())
+        except psutil.NoSuchProcess:  # or a zombie: it has just ended
+            return False
+
+    return sorted(filter(is_gateway, family(process)), key=lambda p: p.create_time())
 
 
 def are_gone(processes: list[psutil.Process]) -> bool:
