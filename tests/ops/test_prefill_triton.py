@@ -73,7 +73,7 @@ LONG = {"num_kv_heads": 3, "group": 1, "head_dim": 16}
 LONG_REQUESTS = ((20, 3100), (3, 5), (0, 0), (9, 1289), (2, 128), (1, 2000))
 
 
-@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize(("group", "segments"), [(0, False), (8, True), (16, False), (16, True)])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -84,9 +84,9 @@ LONG_REQUESTS = ((20, 3100), (3, 5), (0, 0), (9, 1289), (2, 128), (1, 2000))
     ],
     ids=lambda spec: spec.name,
 )
-def test_selection_by_groups(spec: CaseSpec, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_by_groups(spec: CaseSpec, group: int, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of blocks first, then the blocks of the best groups and those after the last whole group."""
-    monkeypatch.setattr(triton_prefill, "MIN_GROUPED", 1)
+    monkeypatch.setattr(triton_prefill, "group_of", lambda num_blocks, log: min(group, 1 << log))
     monkeypatch.setattr(triton_prefill, "num_workers", lambda device: 1000 if segments else 1)
     monkeypatch.setattr(triton_prefill, "MIN_SEGMENT", 48)
     monkeypatch.setattr(triton_prefill, "SCRATCH_BYTES", 1 << 18)
@@ -102,6 +102,11 @@ def test_splits_even_out_a_prompt_from_its_start() -> None:
     assert triton_prefill.makespan(128, 64, 132, 64, blocks) < 1.3 * work
     assert triton_prefill.split_of(128, 544, 132, 16, 64) == 544
     assert triton_prefill.split_of(64, 4096, 132, 16, 32) % 16 == 0
+
+
+def test_groups_are_of_8_then_of_16() -> None:
+    assert [triton_prefill.group_of(n, 4) for n in (64, 65, 544, 2047, 2048, 8192)] == [0, 8, 8, 8, 16, 16]
+    assert triton_prefill.group_of(8192, 3) == 8  # a group is no longer than what is sorted at once
 
 
 @pytest.mark.parametrize(

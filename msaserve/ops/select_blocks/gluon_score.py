@@ -27,6 +27,7 @@ from msaserve.ops.gluon_tma import descriptor, tma_load
 from msaserve.ops.hopper import why_not_wgmma
 from msaserve.ops.select_blocks import triton_prefill
 from msaserve.ops.select_blocks.triton_prefill import num_workers, split_of
+from msaserve.ops.select_blocks.triton_topk import LOWEST
 from msaserve.ops.tape import taped
 from msaserve.ops.triton_ragged import next_power_of_2
 
@@ -64,19 +65,13 @@ def _product(q, rest, k, acc, TERMS: gl.constexpr):
 
 
 @gluon.jit
-def _store_best(acc, out, group_out, group_best, n, whole, visible, key, ROWS: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    """Block n's maxima, and its group's behind the group's last block."""
+def _best(acc, n, whole, visible, key, BLOCK: gl.constexpr):
+    """Block n's maxima."""
     if n < whole:
         best = gl.max(acc, 1)
     else:
         best = gl.max(gl.where((n * BLOCK + key)[None, :] <= visible[:, None], acc, float("-inf")), 1)
-    gl.store(out + n * ROWS, best)
-    if GROUP > 1:
-        group_best = gl.maximum(group_best, best)
-        is_last = n % GROUP == GROUP - 1
-        gl.store(group_out + n // GROUP * ROWS, group_best, mask=is_last)
-        group_best = gl.where(is_last, float("-inf"), group_best)
-    return group_best
+    return best
 
 
 @gluon.jit
@@ -104,12 +99,23 @@ def _multiply(
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 256 // element.primitive_bitwidth]
     )
+    # Eight blocks' maxima of a row, two in each of the four lanes that share its accumulators.
+    eight: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [8, 0]],
+        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 8],
+    )
     PIECES: gl.constexpr = ROWS // 128
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, mma)) + WG * 64 * PIECES
     key = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma))
+    place = gl.arange(0, 8, layout=gl.SliceLayout(0, eight))[None, :]
+    row_of_eight = gl.arange(0, 64, layout=gl.SliceLayout(1, eight)) + WG * 64 * PIECES
     q = ()
     rest = ()
     acc = ()
+    kept = ()
     group_best = ()
     for i in gl.static_range(PIECES):
         q = q + (_queries(q_smem, PIECES * WG + i, mma),)
@@ -118,7 +124,8 @@ def _multiply(
         else:
             rest = rest + (q[i],)
         acc = acc + (gl.zeros([64, BLOCK], gl.float32, layout=mma),)
-        group_best = group_best + (gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, mma)),)
+        kept = kept + (gl.full([64, 8], LOWEST, gl.float32, layout=eight),)
+        group_best = group_best + (gl.full([64], LOWEST, gl.float32, layout=gl.SliceLayout(1, eight)),)
     for n in range(lo, hi):
         stage = (n - lo) % STAGES
         mbarrier.wait(full.index(stage), (n - lo) // STAGES & 1)
@@ -127,15 +134,30 @@ def _multiply(
         for i in gl.static_range(PIECES):
             issued = issued + (_product(q[i], rest[i], k, acc[i], TERMS),)
         acc = ()
-        best_now = ()
+        kept_now = ()
         for i in gl.static_range(PIECES):
             acc = acc + (warpgroup_mma_wait((PIECES - 1 - i) * TERMS, deps=(issued[i],)),)
             if i == PIECES - 1:
                 mbarrier.arrive(empty.index(stage), count=1)
-            at = row + 64 * i
-            visible = position + at // HP
-            best_now = best_now + (_store_best(acc[i], out + at, group_out + at, group_best[i], n, whole, visible, key, ROWS, BLOCK, GROUP),)  # fmt: skip
-        group_best = best_now
+            best = _best(acc[i], n, whole, position + (row + 64 * i) // HP, key, BLOCK)
+            best = gl.convert_layout(best, gl.SliceLayout(1, eight))
+            kept_now = kept_now + (gl.where(place == n % 8, best[:, None], kept[i]),)
+        kept = kept_now
+        if (n % 8 == 7) | (n == hi - 1):
+            best_now = ()
+            for i in gl.static_range(PIECES):
+                at = row_of_eight + 64 * i
+                # A score of −inf or NaN still beats no block.
+                scores = gl.maximum(kept[i], LOWEST)
+                gl.store(out + n // 8 * (8 * ROWS) + at[:, None] * 8 + place, scores)
+                best = group_best[i]
+                if GROUP > 0:
+                    best = gl.maximum(best, gl.max(scores, 1))
+                    if GROUP == 8 or n % GROUP == GROUP - 1:
+                        gl.store(group_out + n // GROUP * ROWS + at, best)
+                        best = gl.full([64], LOWEST, gl.float32, layout=gl.SliceLayout(1, eight))
+                best_now = best_now + (best,)
+            group_best = best_now
 
 
 @gluon.jit
@@ -226,8 +248,8 @@ def _score_kernel(
                 q_smem.index(i).store(rounded)
                 q_smem.index(4 + i).store((q - rounded.to(gl.float32)).to(element))
         fence_async_shared()
-        out = scores + tile.to(gl.int64) * N * ROWS
-        group_out = group_scores + tile.to(gl.int64) * gl.cdiv(N, GROUP) * ROWS
+        out = scores + tile.to(gl.int64) * gl.cdiv(N, 8) * (8 * ROWS)
+        group_out = group_scores + tile.to(gl.int64) * gl.cdiv(N, GROUP if GROUP > 0 else 1) * ROWS
         pages = block_table + request.to(gl.int64) * stride_bt
         gl.warp_specialize(
             [
@@ -281,7 +303,7 @@ def score_tiles(
     assert block_q * heads_padded == ROWS
     pages = descriptor(index_k_cache, (1, block_size, dim))
     spread = min(num_blocks, num_tiles * block_q // block_size)
-    split_blocks = split_of(num_tiles, num_blocks, num_workers(index_q.device), group, spread)
+    split_blocks = split_of(num_tiles, num_blocks, num_workers(index_q.device), max(group, 8), spread)
     taped(_score_kernel)[(num_tiles, -(-num_blocks // split_blocks))](
         index_q,
         pages,

@@ -16,9 +16,10 @@ def rank_blocks(
     A row's later ids mean nothing where fewer than `count` blocks are before its `local_blocks` own.
 
     Args:
-        scores: [tiles, N, rows] float32; rows = block_q * heads padded, heads innermost. Taken as scratch.
+        scores: [tiles, N / 8, rows, 8] float32; rows = block_q * heads padded, heads innermost.
         tiles: [tiles, 4] int32: request, first and end token, position of the first.
     """
+    scores = scores.transpose(2, 3).flatten(1, 2)
     num_tiles, num_blocks, rows = scores.shape
     query = torch.arange(rows, device=scores.device) // (rows // block_q)
     candidates = (tiles[:, 3, None] + query) // block_size + 1 - local_blocks

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from msaserve.ops.hopper import why_not_triton
 from msaserve.ops.select_blocks.torch_topk import rank_blocks
+from msaserve.ops.select_blocks.triton_topk import LOWEST, topk_kernel
 from msaserve.ops.tape import complete, new, scratch, taped
 from msaserve.ops.triton_ragged import next_power_of_2, query_tile
 
@@ -26,8 +27,10 @@ SCRATCH_BYTES = 256 << 20
 """Bound on the score scratch of one call (one tile's scores where even those are larger)."""
 MIN_SEGMENT = 64
 """Blocks that one thread of the top-k goes through at least, where a row is cut into segments."""
-MIN_GROUPED = 2048
-"""Blocks of a row from which on groups are chosen first."""
+MAX_DIRECT = 64
+"""Blocks of a row beyond which groups are chosen first."""
+MIN_GROUPED_BY_16 = 2048
+"""Blocks of a row from which on these are groups of 16 blocks, not of 8."""
 MAX_LOG = 4
 """Log of the places that are sorted in registers: 32 compile for a minute, 64 for many. More are PyTorch's to rank."""
 
@@ -68,13 +71,16 @@ def _tiles_kernel(
 
 
 @triton.jit
-def _store_group(out, group_best, best, n, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """The best scores of block n's group so far; they are stored behind its last block, and the next begins."""
-    if GROUP > 1:
+def _store_best(out, group_out, group_best, best, n, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """Block n's maxima, and its group's behind the group's last block: then the next begins."""
+    # A score of −inf or NaN still beats no block.
+    best = tl.maximum(best, LOWEST)
+    tl.store(out + n // 8 * (8 * ROWS) + n % 8, best)
+    if GROUP > 0:
         group_best = tl.maximum(group_best, best)
         is_last = n % GROUP == GROUP - 1
-        tl.store(out + n // GROUP * ROWS, group_best, mask=is_last)
-        group_best = tl.where(is_last, float("-inf"), group_best)
+        tl.store(group_out + n // GROUP * ROWS, group_best, mask=is_last)
+        group_best = tl.where(is_last, LOWEST, group_best)
     return group_best
 
 
@@ -129,231 +135,26 @@ def _score_kernel(
             q = q.to(tl.float16)
         key = tl.arange(0, BLOCK)
         k_offsets = d[:, None] + key[None, :] * stride_kt
-        out = scores + tile.to(tl.int64) * N * ROWS + row
+        out = scores + tile.to(tl.int64) * tl.cdiv(N, 8) * (8 * ROWS) + row * 8
         lo = split * split_blocks
         hi = tl.minimum(tl.minimum(lo + split_blocks, last_position // BLOCK + 1), N)
         # blocks that end at or before the tile's first position need no mask
         whole = tl.minimum(tl.maximum((position + 1) // BLOCK, lo), hi)
-        group_out = group_scores + tile.to(tl.int64) * tl.cdiv(N, GROUP) * ROWS + row
-        group_best = tl.full([ROWS], float("-inf"), tl.float32)
+        group_out = group_scores + tile.to(tl.int64) * tl.cdiv(N, GROUP if GROUP > 0 else 1) * ROWS + row
+        group_best = tl.full([ROWS], LOWEST, tl.float32)
         pages = block_table + request.to(tl.int64) * stride_bt
         for n in tl.range(lo, whole, num_stages=STAGES):
             page = tl.load(pages + n).to(tl.int64)
             k = tl.load(index_k + page * stride_kp + k_offsets, mask=(d < DI)[:, None], other=0.0).to(q.dtype)
             best = tl.max(tl.dot(q, k, input_precision="ieee"), 1)
-            tl.store(out + n * ROWS, best)
-            group_best = _store_group(group_out, group_best, best, n, ROWS, GROUP)
+            group_best = _store_best(out, group_out, group_best, best, n, ROWS, GROUP)
         visible = position + row // HP
         for n in tl.range(whole, hi, num_stages=1):
             page = tl.load(pages + n).to(tl.int64)
             k = tl.load(index_k + page * stride_kp + k_offsets, mask=(d < DI)[:, None], other=0.0).to(q.dtype)
             s = tl.dot(q, k, input_precision="ieee")
             best = tl.max(tl.where((n * BLOCK + key)[None, :] <= visible[:, None], s, float("-inf")), 1)
-            tl.store(out + n * ROWS, best)
-            group_best = _store_group(group_out, group_best, best, n, ROWS, GROUP)
-
-
-@triton.jit
-def _bitonic_stage(x, K: tl.constexpr, J: tl.constexpr):
-    """Compare elements J apart; runs of K are put in alternating order, the first descending."""
-    y = ()
-    for i in tl.static_range(len(x)):
-        if ((i & J) == 0) == ((i & K) == 0):
-            y = y + (tl.maximum(x[i], x[i ^ J]),)
-        else:
-            y = y + (tl.minimum(x[i], x[i ^ J]),)
-    return y
-
-
-@triton.jit
-def _merge(top, x, LOG: tl.constexpr, IS_SORTED: tl.constexpr):
-    """The largest 2^LOG of `top`, descending, and x, descending too or in any order, both of 2^LOG elements."""
-    if not IS_SORTED:
-        for k in tl.static_range(LOG):
-            for j in tl.static_range(k + 1):
-                x = _bitonic_stage(x, 2 << k, 1 << (k - j))
-    kept = ()
-    for i in tl.static_range(len(x)):
-        kept = kept + (tl.maximum(top[i], x[(1 << LOG) - 1 - i]),)
-    for j in tl.static_range(LOG):
-        kept = _bitonic_stage(kept, 2 << LOG, 1 << (LOG - 1 - j))
-    return kept
-
-
-@triton.jit
-def _scores_of(scores, n, count, ROWS: tl.constexpr):
-    """Of each row's n: −inf from `count` on, else finite, as a score of −inf or NaN still beats no block."""
-    LOWEST: tl.constexpr = -3.4028234663852886e38
-    is_in = n < count
-    x = tl.load(scores + n * ROWS, mask=is_in, other=float("-inf"))
-    return tl.where(is_in, tl.where(x >= LOWEST, x, LOWEST), float("-inf"))
-
-
-@triton.jit
-def _run_start(groups, run, runs, R: tl.constexpr, UNROLL: tl.constexpr):
-    """The n that a run of UNROLL begins with, [R, SEGMENTS] or [1, SEGMENTS]: a listed group's, or of all in turn."""
-    if groups is None:
-        n = run * UNROLL
-    else:
-        n = tl.load(groups + run * R + tl.arange(0, R)[:, None], mask=run < runs, other=1 << 24) * UNROLL
-    return n
-
-
-@triton.jit
-def _choose(
-    scores,
-    groups,
-    runs,
-    count,
-    lists,
-    out,
-    stride_out,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    R: tl.constexpr,
-    LOG: tl.constexpr,
-):
-    """The n < count of the K largest scores[n], ascending, to out [R]; of equal ones the lowest. All n if fewer.
-
-    Goes through `runs` runs of 2^LOG: of all n, or with `groups` [runs, R] of those groups, which ascend.
-    """
-    UNROLL: tl.constexpr = 1 << LOG  # at least K
-    # Rows come first: Triton lays a warp's threads along the first dimension where addresses tell it nothing.
-    segment = tl.arange(0, SEGMENTS)[None, :]
-    per_segment = (runs + SEGMENTS - 1) // SEGMENTS
-    neg = tl.full([R, SEGMENTS], float("-inf"), tl.float32)
-    top = (neg,) * UNROLL
-    for i in range(per_segment):
-        start = _run_start(groups, segment * per_segment + i, runs, R, UNROLL)
-        xs = ()
-        for u in tl.static_range(UNROLL):
-            xs = xs + (_scores_of(scores, start + u, count, ROWS),)
-        top = _merge(top, xs, LOG, False)
-    if SEGMENTS > 1:
-        # each segment's list through scratch, then every row's k-th largest of all lists
-        place = segment * (UNROLL * R) + tl.arange(0, R)[:, None]
-        tl.debug_barrier()
-        for i in tl.static_range(UNROLL):
-            tl.store(lists + place + i * R, top[i])
-        tl.debug_barrier()
-        merged = (tl.full([R, 1], float("-inf"), tl.float32),) * UNROLL
-        for i in range(SEGMENTS):
-            xs = ()
-            for u in tl.static_range(UNROLL):
-                xs = xs + (tl.load(lists + (i * UNROLL + u) * R + tl.arange(0, R)[:, None]),)
-            merged = _merge(merged, xs, LOG, True)
-        threshold = merged[K - 1]
-        above = tl.zeros([R, SEGMENTS], tl.int32)
-        equal = tl.zeros([R, SEGMENTS], tl.int32)
-        for i in tl.static_range(K):
-            above += (top[i] > threshold).to(tl.int32)
-            equal += ((top[i] == threshold) & (top[i] > float("-inf"))).to(tl.int32)
-        ties = K - tl.sum(above, 1)[:, None]
-        equal_before = tl.minimum(tl.cumsum(equal, 1) - equal, ties)
-        place = tl.cumsum(above, 1) - above + equal_before
-        ties_left = ties - equal_before
-    else:
-        threshold = top[K - 1]
-        above = tl.zeros([R, SEGMENTS], tl.int32)
-        for i in tl.static_range(K):
-            above += (top[i] > threshold).to(tl.int32)
-        place = tl.zeros([R, SEGMENTS], tl.int32)
-        ties_left = K - above
-    for i in range(per_segment):
-        start = _run_start(groups, segment * per_segment + i, runs, R, UNROLL)
-        for u in tl.static_range(UNROLL):
-            n = start + u + tl.zeros([R, SEGMENTS], tl.int32)
-            x = _scores_of(scores, n, count, ROWS)
-            tie = (x == threshold) & (ties_left > 0) & (n < count)
-            chosen = (x > threshold) | tie
-            tl.store(out + place * stride_out, n, mask=chosen)
-            place += chosen.to(tl.int32)
-            ties_left -= tie.to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["first_tile", "N"])
-def _topk_kernel(
-    scores,
-    group_scores,
-    tiles,
-    lists,
-    groups,
-    block_ids,
-    first_tile,
-    N,
-    stride_oh,
-    stride_ot,
-    stride_os,
-    HKV: tl.constexpr,
-    HP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    TOPK: tl.constexpr,
-    LOCAL: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    R: tl.constexpr,
-    LOG: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    tile = tl.program_id(0).to(tl.int64)
-    ROWS: tl.constexpr = BLOCK_Q * HP
-    K: tl.constexpr = TOPK - LOCAL  # places that scores decide
-    UNROLL: tl.constexpr = 1 << LOG
-    first = tl.load(tiles + (first_tile + tile) * 4 + 1)
-    stop = tl.load(tiles + (first_tile + tile) * 4 + 2)
-    position = tl.load(tiles + (first_tile + tile) * 4 + 3)
-    r = tl.arange(0, R)
-    row = tl.program_id(1) * R + r
-    token = first + row // HP
-    head = row % HP
-    live = (token < stop) & (head < HKV)
-    row_position = position + row // HP
-    visible = tl.where(live & (row_position >= 0), row_position // BLOCK + 1, 0)
-    candidates = tl.maximum(visible - LOCAL, 0)
-    most = tl.max(candidates, 0)
-    out = block_ids + head * stride_oh + token.to(tl.int64) * stride_ot
-    picked = tl.minimum(candidates, K)
-    if most > 0:
-        if K > 0:
-            program = tile * tl.num_programs(1) + tl.program_id(1)
-            own = lists + program * SEGMENTS * UNROLL * R
-            base = scores + tile * N * ROWS + row[:, None]
-            to = out[:, None]
-            count = candidates[:, None]
-            if GROUP == 0:
-                # ranked before
-                for i in range(K):
-                    ranked = tl.load(lists + (tile * K + i) * ROWS + row)
-                    tl.store(out + i * stride_os, ranked, mask=i < candidates)
-            elif GROUP == 1:
-                runs = (most + UNROLL - 1) // UNROLL
-                _choose(base, None, runs, count, own, to, stride_os, K, ROWS, SEGMENTS, R, LOG)
-            else:
-                # whole groups only: beyond them the maxima hold blocks that are forced or unseen
-                num_whole = candidates // GROUP
-                listed = groups + program * (K + 1) * R
-                for i in tl.static_range(K + 1):
-                    tl.store(listed + i * R + r, 1 << 24)
-                tl.debug_barrier()
-                group_base = group_scores + tile * tl.cdiv(N, GROUP) * ROWS + row[:, None]
-                most_whole = most // GROUP
-                runs = (most_whole + UNROLL - 1) // UNROLL
-                group_to = (listed + r)[:, None]
-                _choose(group_base, None, runs, num_whole[:, None], own, group_to, R, K, ROWS, SEGMENTS, R, LOG)
-                tl.debug_barrier()
-                tl.store(listed + tl.minimum(num_whole, K) * R + r, num_whole)
-                tl.debug_barrier()
-                runs = tl.minimum(most_whole, K) + 1
-                _choose(base, listed, runs, count, own, to, stride_os, K, ROWS, SEGMENTS, R, LOG)
-    s = tl.arange(0, triton.next_power_of_2(TOPK))
-    forced = candidates[:, None] + s[None, :] - picked[:, None]
-    ids = tl.where(forced < visible[:, None], forced, -1)
-    tl.store(
-        out[:, None] + s[None, :] * stride_os,
-        ids,
-        mask=live[:, None] & (s[None, :] >= picked[:, None]) & (s[None, :] < TOPK),
-    )
+            group_best = _store_best(out, group_out, group_best, best, n, ROWS, GROUP)
 
 
 @lru_cache(maxsize=4096)
@@ -364,7 +165,7 @@ def split_of(num_tiles: int, num_blocks: int, num_workers: int, group: int = 1, 
     """
     best, best_cost = num_blocks, float("inf")
     is_even = 4 * spread < num_blocks
-    for splits in range(1, max(2, num_blocks // 16 + 1)):
+    for splits in range(1, max(2, num_blocks // 8 + 1)):
         blocks = -(-num_blocks // (splits * group)) * group
         if is_even:
             cost = -(-num_tiles * -(-num_blocks // blocks) // num_workers) * (blocks + 2.0)
@@ -386,6 +187,13 @@ def makespan(num_tiles: int, num_blocks: int, num_workers: int, spread: int, blo
             if length > 0:
                 heapq.heapreplace(ends, ends[0] + length + 2.0)
     return max(ends)
+
+
+def group_of(num_blocks: int, log: int) -> int:
+    """Blocks of a group of which the best score is kept, or 0: half as many groups, or half as many blocks in them."""
+    if num_blocks <= MAX_DIRECT:
+        return 0
+    return 16 if num_blocks >= MIN_GROUPED_BY_16 and log >= 4 else 8
 
 
 def segments_of(num_programs: int, num_blocks: int, num_workers: int) -> int:
@@ -419,14 +227,14 @@ def score_tiles(
     block_q: int,
     group: int,
 ) -> None:
-    """Block scores of `num_tiles` query tiles into scores [tiles, num_blocks, block_q * Hkv padded].
+    """Block scores of `num_tiles` query tiles into scores [tiles, num_blocks / 8, block_q * Hkv padded, 8].
 
-    With group > 1 the best of each whole group of blocks goes into group_scores [tiles, num_blocks / group, rows].
+    With group > 0 the best of each whole group of blocks goes into group_scores [tiles, num_blocks / group, rows].
     """
     num_heads, dim = index_q.shape[1:]
     block_size = index_k_cache.shape[1]
     spread = min(num_blocks, num_tiles * block_q // block_size)
-    split_blocks = split_of(num_tiles, num_blocks, 2 * num_workers(index_q.device), group, spread)
+    split_blocks = split_of(num_tiles, num_blocks, 2 * num_workers(index_q.device), max(group, 8), spread)
     taped(_score_kernel)[(num_tiles, -(-num_blocks // split_blocks))](
         index_q,
         index_k_cache,
@@ -526,16 +334,15 @@ def select_blocks(
     # PyTorch's ranking holds the scores several times more, as 64-bit keys
     chunk = max(1, min(total_tiles, (SCRATCH_BYTES // 8 if is_ranked else SCRATCH_BYTES) // (num_blocks * rows * 4)))
     chunk = -(-total_tiles // -(-total_tiles // chunk))
-    is_grouped = topk > local_blocks and num_blocks >= MIN_GROUPED and not is_ranked
-    group = 1 << log if is_grouped else 1
+    group = group_of(num_blocks, log) if topk > local_blocks and not is_ranked else 0
     r = min(32, rows)
     segments = 1 if is_ranked else segments_of(chunk * (rows // r), num_blocks, num_workers(index_q.device))
     tiles, scores, group_scores, groups, lists = scratch(
         index_q.device,
         ((total_tiles, 4), torch.int32),
-        ((chunk, num_blocks, rows), torch.float32),
-        ((chunk, -(-num_blocks // group) if is_grouped else 1, rows), torch.float32),
-        ((chunk * rows * (topk - local_blocks + 1) if is_grouped else 1,), torch.int32),
+        ((chunk, -(-num_blocks // 8), rows, 8), torch.float32),
+        ((chunk, -(-num_blocks // group) if group else 1, rows), torch.float32),
+        ((chunk * rows * (topk - local_blocks + 1) if group else 1,), torch.int32),
         ((chunk * (rows // r) * segments * (r << log) if segments > 1 else 1,), torch.float32),
     )
     taped(_tiles_kernel)[(total_tiles,)](
@@ -565,7 +372,7 @@ def select_blocks(
                 block_size=block_size,
                 local_blocks=local_blocks,
             )
-        taped(_topk_kernel)[(count, rows // r)](
+        taped(topk_kernel)[(count, rows // r)](
             scores,
             group_scores,
             tiles,
@@ -586,7 +393,9 @@ def select_blocks(
             SEGMENTS=segments,
             R=r,
             LOG=log,
-            GROUP=0 if is_ranked else group,
+            GROUP=group,
+            IS_RANKED=is_ranked,
+            WIDE=index_q.is_cuda,
             num_warps=segments,
         )
     if not is_ranked:
