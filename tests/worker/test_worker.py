@@ -67,6 +67,7 @@ def media_prompt() -> tuple[list[int], tuple[MediaItem, ...]]:
 
 async def test_the_golden_tokens() -> None:
     async with running_worker() as worker:
+        worker.step_when_read()
         client: EngineClient = worker.client
         local = InProcessClient(worker.async_engine)
         assert await client.model_info() == msgspec.structs.replace(await local.model_info(), takes_pixels=True)
@@ -75,7 +76,7 @@ async def test_the_golden_tokens() -> None:
         events = await read(client, request("a", logprobs=2))
         assert tokens(events) == GREEDY
         assert [lp.token_id for event in events for lp in event.logprobs] == GREEDY
-        assert len(events) > 10
+        assert [len(e.token_ids) for e in events] == [1] * len(GREEDY) + [0]
         assert [e.finish_reason for e in events] == [None] * (len(events) - 1) + ["length"]
         again = await read(local, request("a", logprobs=2))
         assert again[0].num_cached_tokens == 288
@@ -109,6 +110,7 @@ async def test_n_outputs_seeds_and_stops() -> None:
 async def test_an_answer_that_nobody_waits_for_comes_in_one_piece() -> None:
     """One event for each output, the same tokens; but with a stop string, which the worker does not see, as ever."""
     async with running_worker() as worker:
+        worker.step_when_read()
         for options in ({"n": 3, "seed": 7, "temperature": 1.0, "logprobs": 1}, {"ignore_eos": False, "n": 1}):
             asked = request("w", [5, 6, 7], max_tokens=12, **options)
             streamed = await read(worker.client, asked)
@@ -120,7 +122,7 @@ async def test_an_answer_that_nobody_waits_for_comes_in_one_piece() -> None:
                 assert [p.token_id for p in event.logprobs] == [p.token_id for e in own for p in e.logprobs]
                 assert (event.finish_reason, event.stop_token_id) == (own[-1].finish_reason, own[-1].stop_token_id)
         stops = msgspec.structs.replace(request("s", stop=("never",), max_tokens=12), is_streamed=False)
-        assert len(await read(worker.client, stops)) >= 12
+        assert len(await read(worker.client, stops)) == 12 + 1  # and the end
 
 
 async def test_a_whole_answer_of_a_caller_who_leaves_is_given_up() -> None:
@@ -263,7 +265,7 @@ async def test_going_away_frees_the_pages() -> None:
         await worker.until(5)
         call.cancel()
         await worker.until_empty()
-        assert worker.engine.load().num_output_tokens < 1000
+        assert worker.engine.load().num_output_tokens < 3000
 
 
 async def test_a_full_queue() -> None:
@@ -318,6 +320,7 @@ async def test_stop_strings(is_streaming: bool) -> None:
     count = next(i for i in range(25) if stop in text[: places[i]])
     assert 1 < count <= 6
     async with running_worker() as worker:
+        worker.step_when_read()
         sampling: dict[str, Any] = {
             "temperature": 0,
             "max_tokens": 3000,
@@ -418,7 +421,7 @@ async def test_flush_cache() -> None:
         assert "1 requests" in busy.message
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        done = await worker.stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=5))
+        done = await worker.stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=60))
         assert done.success
         assert (await worker.client.load()).num_cached_pages == 0
         assert (await read(worker.client, request("a", max_tokens=1)))[0].num_cached_tokens == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from golden_data import golden
+from paced import hold_long_requests, step_when_read
 from smg_grpc_proto import vllm_engine_pb2_grpc as services
 
 from msaserve.config import EngineConfig
@@ -37,8 +38,12 @@ class Worker:
     client: GrpcClient
     stub: Any
 
+    def step_when_read(self) -> None:
+        """From now on no two steps' tokens come in one event."""
+        step_when_read(self.engine, self.async_engine)
+
     async def until_empty(self) -> None:
-        for _ in range(500):
+        for _ in range(6000):
             load = self.engine.load()
             if not (load.num_running or load.num_waiting or load.num_used_pages):
                 return
@@ -61,7 +66,9 @@ def new_engine(**config: Any) -> Engine:
 async def running_worker(
     engine: Engine | None = None, *, port: int = 0, **client_options: Any
 ) -> AsyncIterator[Worker]:
+    """Requests of paced.LONG tokens and more last until something ends them."""
     engine = engine or new_engine()
+    hold_long_requests(engine)
     async_engine = AsyncEngine(engine)
     server = WorkerServer(async_engine, ServedModel.of(engine))
     port = await server.start(f"127.0.0.1:{port}")
