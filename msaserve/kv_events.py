@@ -95,19 +95,19 @@ class KvEventLog:
         digest: bytes,
         parent: bytes | None,
         token_ids: array[int],
-        block: int,
+        start: int,
         media: Sequence[MediaItem],
         salt: str,
     ) -> None:
-        """One block of a sequence is in the cache. digest, parent: of the block and of the one before it."""
-        size = self.block_size
-        start, end = block * size, (block + 1) * size
-        overlapping = tuple(
-            (item.name or item.content_hash.hex(), item.offset - start)
-            for item in media
-            if item.offset < end and item.offset + item.length > start
-        )
-        stored = KvBlock(_name(digest), token_ids[start:end], overlapping)
+        """One block of a sequence is in the cache.
+
+        Args:
+            digest, parent: of the block and of the one before it.
+            token_ids: the block's. start: the position of the first.
+            media: the items that overlap the block.
+        """
+        names = tuple((item.name or item.content_hash.hex(), item.offset - start) for item in media)
+        stored = KvBlock(_name(digest), token_ids, names)
         parent_name = None if parent is None else _name(parent)
         last = self._pending[-1] if self._pending else None
         if isinstance(last, BlocksStored) and last.blocks[-1].name == parent_name and last.salt == salt:

@@ -51,12 +51,13 @@ class Cache:
     def store(self, tokens: list[int], *, first: int = 0, media: tuple[MediaItem, ...] = (), salt: str = "") -> None:
         digests = self.digests(tokens, media, salt)
         for block in range(first, len(digests)):
+            start, end = block * SIZE, (block + 1) * SIZE
             self.log.store(
                 digest=digests[block],
                 parent=digests[block - 1] if block else None,
-                token_ids=array("i", tokens),
-                block=block,
-                media=media,
+                token_ids=array("i", tokens[start:end]),
+                start=start,
+                media=[i for i in media if i.offset < end and i.offset + i.length > start],
                 salt=salt,
             )
 

@@ -70,10 +70,6 @@ class BlockPool:
         """The pages marked reusable, referenced or cached."""
         return set(self._kept)
 
-    def free_pages(self) -> list[int]:
-        """The pages that hold nothing anyone may read again."""
-        return list(self._free)
-
     def allocate(self, num_pages: int) -> list[int]:
         """Hand out pages, each with one reference. The caller has checked `num_available_pages`."""
         assert 0 <= num_pages <= self.num_available_pages, f"{num_pages} of {self.num_available_pages} available pages"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from copy import copy
 from hashlib import blake2b
 
 from msaserve.types import MediaItem
@@ -11,55 +13,104 @@ from msaserve.types import MediaItem
 DIGEST_BYTES = 32
 
 
+def media_between(media: Sequence[MediaItem], start: int, end: int) -> Sequence[MediaItem]:
+    """The items that overlap positions start ≤ p < end, of items in order whose spans do not overlap one another."""
+    if not media:
+        return media
+    first = bisect_right(media, start, key=lambda item: item.offset + item.length)
+    return media[first : bisect_left(media, end, lo=first, key=lambda item: item.offset)]
+
+
+class Tokens:
+    """A sequence's token ids, prompt and output. Sequences of one prompt share the prompt's part."""
+
+    __slots__ = ("_output", "_prompt")
+
+    def __init__(self, prompt: array[int]) -> None:
+        """prompt: array('i'), which must not change any more."""
+        self._prompt = prompt
+        self._output = array("i")
+
+    def __len__(self) -> int:
+        return len(self._prompt) + len(self._output)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._prompt)
+
+    def between(self, start: int, end: int) -> array[int]:
+        """Those at positions start ≤ p < end, as array('i')."""
+        split = len(self._prompt)
+        if end <= split:
+            return self._prompt[start:end]
+        if start >= split:
+            return self._output[start - split : end - split]
+        return self._prompt[start:] + self._output[: end - split]
+
+    def append(self, token_id: int) -> None:
+        self._output.append(token_id)
+
+    def fork(self) -> Tokens:
+        """Another sequence of the same prompt, without output."""
+        return Tokens(self._prompt)
+
+
 class BlockHashes:
-    """The chained digests of one sequence's full blocks, each computed once.
+    """The chained digests of one sequence's full blocks, each computed once, those of the prompt for all of its forks.
 
     A block's digest covers everything its cached values depend on: the digest of the block before it, its token ids,
     and every media item that overlaps it, with where the item begins relative to the block and its length. The chain
     starts from the request's cache_salt.
 
     Args:
-        token_ids: array('i') of prompt and output; it may grow, what is there must not change.
-        media: the request's items; their spans do not overlap one another.
+        tokens: of the sequence; more may be appended.
+        media: the request's items, within the prompt; their spans do not overlap one another.
     """
 
-    __slots__ = ("_block_size", "_digests", "_media", "_next_media", "_token_ids")
+    __slots__ = ("_block_size", "_media", "_num_prompt_blocks", "_of_output", "_of_prompt", "_tokens")
 
     def __init__(
-        self, token_ids: array[int], *, block_size: int, media: Sequence[MediaItem] = (), cache_salt: str = ""
+        self, tokens: Tokens, *, block_size: int, media: Sequence[MediaItem] = (), cache_salt: str = ""
     ) -> None:
-        self._token_ids = token_ids
+        self._tokens = tokens
         self._block_size = block_size
         self._media = sorted(media, key=lambda item: item.offset)
-        self._next_media = 0
+        self._num_prompt_blocks = tokens.num_prompt_tokens // block_size
         # JSON may carry lone surrogates; they are as good a salt as any.
         root = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"cache_salt")
-        self._digests = [root.digest()]
+        self._of_prompt = [root.digest()]
+        self._of_output: list[bytes] = []
+
+    def fork(self, tokens: Tokens) -> BlockHashes:
+        """For another sequence of the same prompt, media and salt."""
+        forked = copy(self)
+        forked._tokens = tokens
+        forked._of_output = []
+        return forked
 
     def digest(self, block: int) -> bytes:
         """The digest of a full block; those before it are computed on the way if they are not yet there."""
-        while len(self._digests) <= block + 1:
-            self._append()
-        return self._digests[block + 1]
+        of_prompt, of_output = self._of_prompt, self._of_output
+        while len(of_prompt) <= min(block + 1, self._num_prompt_blocks):
+            of_prompt.append(self._compute(len(of_prompt) - 1, of_prompt[-1]))
+        if block < self._num_prompt_blocks:
+            return of_prompt[block + 1]
+        place = block - self._num_prompt_blocks
+        while len(of_output) <= place:
+            parent = of_output[-1] if of_output else of_prompt[-1]
+            of_output.append(self._compute(self._num_prompt_blocks + len(of_output), parent))
+        return of_output[place]
 
-    def _append(self) -> None:
-        size = self._block_size
-        start = (len(self._digests) - 1) * size
-        end = start + size
-        assert end <= len(self._token_ids), f"block {start // size} is not full"
-        state = blake2b(self._digests[-1], digest_size=DIGEST_BYTES)
-        state.update(self._token_ids[start:end].tobytes())
-        media = self._media
-        while self._next_media < len(media) and media[self._next_media].offset < end:
-            item = media[self._next_media]
-            if item.offset + item.length > start:
-                for number in (item.offset - start, item.length, len(item.content_hash)):
-                    state.update(number.to_bytes(8, "little", signed=True))
-                state.update(item.content_hash)
-            if item.offset + item.length > end:
-                break
-            self._next_media += 1
-        self._digests.append(state.digest())
+    def _compute(self, block: int, parent: bytes) -> bytes:
+        start, end = block * self._block_size, (block + 1) * self._block_size
+        assert end <= len(self._tokens), f"block {block} is not full"
+        state = blake2b(parent, digest_size=DIGEST_BYTES)
+        state.update(self._tokens.between(start, end))
+        for item in media_between(self._media, start, end):
+            for number in (item.offset - start, item.length, len(item.content_hash)):
+                state.update(number.to_bytes(8, "little", signed=True))
+            state.update(item.content_hash)
+        return state.digest()
 
 
 class PrefixIndex:

@@ -159,7 +159,7 @@ class Engine:
                     arrival_time=now,
                     matcher=None if constraint is None else self.grammars.matcher(constraint, request.prompt_token_ids),
                 )
-                self.scheduler.add(sequence)
+                self.scheduler.add(sequence, like=sequences[0] if sequences else None)
                 sequences.append(sequence)
         except BaseException:
             for sequence in sequences:

@@ -34,7 +34,7 @@ class PlanRow:
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
     """All output tokens so far: penalties count them, and their number is the position that keys the random number."""
-    media: tuple[MediaItem, ...] = ()
+    media: Sequence[MediaItem] = ()
     """The request's media that overlap this step's positions."""
     matcher: Matcher | None = None
     """What the constraint allows after output_token_ids; None without one. The request's own, as it is followed."""

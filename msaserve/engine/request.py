@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from msaserve.cache.prefix import BlockHashes
+from msaserve.cache.prefix import BlockHashes, Tokens
 from msaserve.types import FinishReason, MediaItem, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Request:
     prompt_token_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     media: tuple[MediaItem, ...] = ()
+    """In order of offset once `Scheduler.add` has taken it."""
     cache_salt: str = ""
     seed: int = 0
     arrival_time: float = 0.0
@@ -42,8 +43,8 @@ class Request:
     """Of this sequence alone, if its sampling has a constraint."""
 
     output_token_ids: list[int] = field(default_factory=list)
-    token_ids: array[int] = field(default_factory=_ids)
-    """Prompt and output. Filled by `Scheduler.add`, once the ids are known to fit."""
+    tokens: Tokens = field(default_factory=lambda: Tokens(_ids()))
+    """Prompt and output; `Scheduler.add` brings the prompt, once its ids are known to fit."""
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
@@ -80,7 +81,7 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
-        return len(self.token_ids)
+        return len(self.tokens)
 
     @property
     def is_finished(self) -> bool:
@@ -94,7 +95,7 @@ class Request:
         """
         has_min_tokens = len(self.output_token_ids) >= self.sampling.min_tokens
         self.output_token_ids.append(token_id)
-        self.token_ids.append(token_id)
+        self.tokens.append(token_id)
         if has_min_tokens and token_id in self.stop_ids:
             self.stop_token_id = token_id
             self.finish("stop")
@@ -106,9 +107,3 @@ class Request:
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
         self.error = error
-
-    def media_between(self, start: int, end: int) -> tuple[MediaItem, ...]:
-        """The media items that overlap positions start ≤ p < end."""
-        if not self.media or start >= self.num_prompt_tokens:
-            return ()
-        return tuple(item for item in self.media if item.offset < end and item.offset + item.length > start)

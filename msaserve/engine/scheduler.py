@@ -8,7 +8,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from msaserve.cache.blocks import BlockPool
-from msaserve.cache.prefix import BlockHashes, PrefixIndex
+from msaserve.cache.prefix import BlockHashes, PrefixIndex, Tokens, media_between
+from msaserve.engine import arrival
 from msaserve.engine.plan import PlanRow, StepPlan, StepResult
 from msaserve.engine.request import Request, RequestStatus
 from msaserve.errors import BusyError, InvalidRequestError
@@ -103,32 +104,49 @@ class Scheduler:
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, like: Request | None = None) -> None:
         """Queue a request.
+
+        Args:
+            like: one of the same prompt, media and salt that was added: what comes of these is shared, not made anew.
 
         Raises:
             InvalidRequestError: it can never be served as it is.
             BusyError: the queue is full.
         """
-        max_output_tokens = self._validate(request)
         config = self.config
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is already in use", param="request_id")
+        sampling = request.sampling
+        if like is None:
+            tokens = Tokens(arrival.checked_ids(request.prompt_token_ids, vocab_size=config.vocab_size))
+            media = arrival.checked_media(request.media, tokens.num_prompt_tokens)
+        else:
+            tokens, media = like.tokens.fork(), like.media
+        max_output_tokens = arrival.max_output_tokens(
+            tokens.num_prompt_tokens,
+            sampling.max_tokens,
+            max_model_len=config.max_model_len,
+            num_pages=self.pool.num_usable_pages,
+            block_size=config.block_size,
+        )
         if config.max_queue is not None and len(self._waiting) >= config.max_queue:
             raise BusyError(f"the queue is full: {len(self._waiting)} requests wait")
-        sampling = request.sampling
-        request.token_ids.extend(request.prompt_token_ids)
+        request.tokens = tokens
+        request.media = media
         if sampling.repetition_penalty != 1:
-            request.distinct_prompt_ids.extend(set(request.prompt_token_ids))
+            if like is None or not like.distinct_prompt_ids:
+                request.distinct_prompt_ids.extend(set(request.prompt_token_ids))
+            else:
+                request.distinct_prompt_ids = like.distinct_prompt_ids
         request.max_output_tokens = max_output_tokens
         request.stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             request.stop_ids |= frozenset(config.eos_token_ids)
-        if config.enable_prefix_cache:
-            request.hashes = BlockHashes(
-                request.token_ids,
-                block_size=config.block_size,
-                media=request.media,
-                cache_salt=request.cache_salt,
-            )
+        if like is not None and like.hashes is not None:
+            request.hashes = like.hashes.fork(tokens)
+        elif config.enable_prefix_cache:
+            request.hashes = self._hashes(request)
         request.order = self._num_added
         self._num_added += 1
         self._requests[request.request_id] = request
@@ -284,70 +302,19 @@ class Scheduler:
             assert request.finish_reason is None or self._plan is not None, "an aborted request outlives its step"
             assert len(set(request.pages)) == len(request.pages), "a request holds a page twice"
             assert request.num_computed_tokens <= len(request.pages) * size <= request.num_tokens + size - 1
-            hashes = BlockHashes(request.token_ids, block_size=size, media=request.media, cache_salt=request.cache_salt)
+            hashes = self._hashes(request)
             for block, page in enumerate(request.pages):
                 digest = self.index.digest_of(page)
                 if digest is not None:
                     assert block < request.num_computed_tokens // size, f"page {page} is indexed before it is full"
                     assert digest == hashes.digest(block), f"page {page} is indexed as another block"
 
-    def _validate(self, request: Request) -> int:
-        """How many tokens the request may put out."""
-        config = self.config
-        if request.request_id in self._requests:
-            raise InvalidRequestError(f"request id {request.request_id!r} is already in use", param="request_id")
-        prompt = request.prompt_token_ids
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty", param="prompt", code="empty_prompt")
-        lowest, highest = min(prompt), max(prompt)
-        if lowest < 0 or highest >= config.vocab_size:
-            raise InvalidRequestError(
-                f"token id {lowest if lowest < 0 else highest} is out of range: "
-                f"the vocabulary has ids 0 to {config.vocab_size - 1}",
-                param="prompt",
-                code="token_id_out_of_range",
-            )
-        end = 0
-        for item in sorted(request.media, key=lambda item: item.offset):
-            if item.length < 1 or item.offset < 0 or item.offset + item.length > len(prompt):
-                raise InvalidRequestError(
-                    f"a media item spans tokens {item.offset} to {item.offset + item.length}, "
-                    f"outside the prompt of {len(prompt)} tokens",
-                    param="media",
-                )
-            if item.offset < end:
-                raise InvalidRequestError(
-                    f"two media items overlap: one ends at token {end}, the next begins at token {item.offset}",
-                    param="media",
-                )
-            end = item.offset + item.length
-        return self._max_output_tokens(len(prompt), request.sampling.max_tokens)
-
-    def _max_output_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        if max_tokens is not None and max_tokens < 1:
-            raise InvalidRequestError(f"max_tokens must be at least 1, got {max_tokens}", param="max_tokens")
-        num_cacheable_tokens = self.pool.num_usable_pages * self.config.block_size
-        max_len = min(self.config.max_model_len, num_cacheable_tokens)
-        total = num_prompt_tokens + (1 if max_tokens is None else max_tokens)
-        if total <= max_len:
-            return max_len - num_prompt_tokens if max_tokens is None else max_tokens
-        if max_tokens is None:
-            asked = f"the prompt has {num_prompt_tokens} tokens and needs room for at least 1 more"
-        else:
-            asked = (
-                f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} make {num_prompt_tokens + max_tokens}"
-            )
-        if total > self.config.max_model_len:
-            limit = f"the model's context length is {self.config.max_model_len} tokens"
-        else:
-            limit = (
-                f"the cache holds {num_cacheable_tokens} tokens "
-                f"({self.pool.num_usable_pages} pages of {self.config.block_size})"
-            )
-        raise InvalidRequestError(
-            f"{asked}, but {limit}",
-            param="prompt" if num_prompt_tokens >= max_len else "max_tokens",
-            code="context_length_exceeded",
+    def _hashes(self, request: Request) -> BlockHashes:
+        return BlockHashes(
+            request.tokens,
+            block_size=self.config.block_size,
+            media=request.media,
+            cache_salt=request.cache_salt,
         )
 
     def _row(self, request: Request, query_len: int) -> PlanRow:
@@ -355,7 +322,7 @@ class Scheduler:
         end = start + query_len
         return PlanRow(
             request_id=request.request_id,
-            token_ids=request.token_ids[start:end],
+            token_ids=request.tokens.between(start, end),
             prefix_len=start,
             pages=request.pages,
             sampling=request.sampling,
@@ -363,7 +330,7 @@ class Scheduler:
             is_sampled=end == request.num_tokens,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=request.output_token_ids,
-            media=request.media_between(start, end),
+            media=media_between(request.media, start, end),
             matcher=request.matcher,
             distinct_prompt_ids=request.distinct_prompt_ids,
         )
@@ -433,7 +400,8 @@ class Scheduler:
 
     def _index_blocks(self, request: Request) -> None:
         """Offer the blocks that the last step completed to the prefix index."""
-        num_full_blocks = request.num_computed_tokens // self.config.block_size
+        size = self.config.block_size
+        num_full_blocks = request.num_computed_tokens // size
         if request.is_indexed and request.hashes is not None:
             for block in range(request.num_indexed_blocks, num_full_blocks):
                 page = request.pages[block]
@@ -443,9 +411,9 @@ class Scheduler:
                         self.kv_events.store(
                             digest=request.hashes.digest(block),
                             parent=request.hashes.digest(block - 1) if block else None,
-                            token_ids=request.token_ids,
-                            block=block,
-                            media=request.media,
+                            token_ids=request.tokens.between(block * size, (block + 1) * size),
+                            start=block * size,
+                            media=media_between(request.media, block * size, (block + 1) * size),
                             salt=request.cache_salt,
                         )
         request.num_indexed_blocks = num_full_blocks

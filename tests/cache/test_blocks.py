@@ -208,7 +208,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_used_pages == len(counts)
         assert self.pool.num_cached_pages == len(self.lru)
         assert self.pool.num_available_pages == 11 - len(counts)
-        assert set(self.pool.free_pages()) == set(range(1, 12)) - counts.keys() - set(self.lru)
+        assert set(self.pool._free) == set(range(1, 12)) - counts.keys() - set(self.lru)
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from msaserve.cache import prefix
-from msaserve.cache.prefix import BlockHashes, PrefixIndex
+from msaserve.cache.prefix import BlockHashes, PrefixIndex, Tokens, media_between
 from msaserve.types import MediaItem
 
 BLOCK = 4
@@ -30,7 +31,7 @@ def media(offset: int, length: int, content: bytes = b"cat") -> MediaItem:
 
 
 def hashes(tokens: list[int], *items: MediaItem, salt: str = "") -> BlockHashes:
-    return BlockHashes(array("i", tokens), block_size=BLOCK, media=items, cache_salt=salt)
+    return BlockHashes(Tokens(array("i", tokens)), block_size=BLOCK, media=items, cache_salt=salt)
 
 
 def digests(tokens: list[int], *items: MediaItem, salt: str = "") -> list[bytes]:
@@ -91,22 +92,76 @@ def test_a_long_item_salts_every_block_it_overlaps() -> None:
     # The chain alone would separate the later blocks, so the digest it starts from is made equal.
     a, b = hashes(TOKENS, media(5, 8, b"a")), hashes(TOKENS, media(5, 8, b"b"))
     for block, is_equal in enumerate([True, False, False, False]):
-        a._digests[-1] = b._digests[-1]
+        a._of_prompt[-1] = b._of_prompt[-1]
         assert (a.digest(block) == b.digest(block)) is is_equal
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(0, 10), st.data())
 @settings(max_examples=100, deadline=None)
 def test_growing_equals_at_once(tokens: list[int], num_first: int, data: st.DataObject) -> None:
-    """Digests asked for while the sequence grows are those of the whole sequence."""
+    """Digests asked for while a sequence and its forks grow are those of the whole sequences."""
     item = media(data.draw(st.integers(0, 20)), data.draw(st.integers(1, 20)))
-    grown = array("i", tokens[:num_first])
+    prompt = tokens[:num_first]
+    grown = Tokens(array("i", prompt))
     chain = BlockHashes(grown, block_size=BLOCK, media=[item])
-    for token in tokens[num_first:]:
-        grown.append(token)
-        if len(grown) % BLOCK == 0 and data.draw(st.booleans()):
-            chain.digest(len(grown) // BLOCK - 1)
-    assert [chain.digest(block) for block in range(len(grown) // BLOCK)] == digests(list(grown), item)
+    sequences = [(tokens[num_first:], grown, chain)]
+    for _ in range(data.draw(st.integers(0, 2))):
+        fork = grown.fork()
+        output = data.draw(st.lists(st.integers(0, 2**31 - 1), max_size=20))
+        sequences.append((output, fork, chain.fork(fork)))
+    for place in range(max(len(output) for output, _, _ in sequences)):
+        for output, own, hashes_of in sequences:
+            if place < len(output):
+                own.append(output[place])
+                if len(own) % BLOCK == 0 and data.draw(st.booleans()):
+                    hashes_of.digest(len(own) // BLOCK - 1)
+    for output, own, hashes_of in sequences:
+        whole = [*prompt, *output]
+        assert list(own.between(0, len(own))) == whole
+        assert [hashes_of.digest(block) for block in range(len(whole) // BLOCK)] == digests(whole, item)
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 25), st.integers(0, 25))
+@settings(max_examples=100, deadline=None)
+def test_tokens_between(num_prompt: int, num_output: int, start: int, end: int) -> None:
+    numbers = list(range(num_prompt + num_output))
+    tokens = Tokens(array("i", numbers[:num_prompt]))
+    for number in numbers[num_prompt:]:
+        tokens.append(number)
+    assert (len(tokens), tokens.num_prompt_tokens) == (len(numbers), num_prompt)
+    assert tokens.between(start, end) == array("i", numbers[start:end])
+
+
+def test_few_items_are_looked_at_however_many_there_are() -> None:
+    looks = 0
+
+    class Counted:
+        length = 3
+
+        def __init__(self, place: int) -> None:
+            self.place = place
+
+        @property
+        def offset(self) -> int:
+            nonlocal looks
+            looks += 1
+            return 5 * self.place
+
+    items: Any = [Counted(place) for place in range(10_000)]
+    assert [item.place for item in media_between(items, 25_000, 25_008)] == [5000, 5001]
+    assert looks < 50
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), max_size=8), st.integers(0, 40), st.integers(1, 40))
+@settings(max_examples=200, deadline=None)
+def test_media_between(spans: list[tuple[int, int]], start: int, length: int) -> None:
+    """spans: (gap before the item, its length)."""
+    items, end = [], 0
+    for gap, size in spans:
+        items.append(media(end + gap, size))
+        end += gap + size
+    found = list(media_between(items, start, start + length))
+    assert found == [i for i in items if i.offset < start + length and i.offset + i.length > start]
 
 
 def test_a_block_must_be_full() -> None:

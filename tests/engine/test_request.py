@@ -1,19 +1,21 @@
-"""Request: what ends a sequence, and which media a step needs."""
+"""Request: what ends a sequence."""
 
 from __future__ import annotations
 
-import numpy as np
+from array import array
+
 import pytest
 
+from msaserve.cache.prefix import Tokens
 from msaserve.engine.request import Request, RequestStatus
-from msaserve.types import MediaItem, SamplingParams
+from msaserve.types import SamplingParams
 
 
 def request(
     *, min_tokens: int = 0, max_output_tokens: int = 100, stop_ids: tuple[int, ...] = (), prompt_len: int = 3
 ) -> Request:
     made = Request("r", list(range(10, 10 + prompt_len)), SamplingParams(min_tokens=min_tokens))
-    made.token_ids.extend(made.prompt_token_ids)
+    made.tokens = Tokens(array("i", made.prompt_token_ids))
     made.max_output_tokens = max_output_tokens
     made.stop_ids = frozenset(stop_ids)
     return made
@@ -31,7 +33,7 @@ def feed(made: Request, *tokens: int) -> int:
 def test_tokens_go_to_both_lists() -> None:
     made = request()
     feed(made, 5, 6)
-    assert list(made.token_ids) == [10, 11, 12, 5, 6]
+    assert list(made.tokens.between(0, 5)) == [10, 11, 12, 5, 6]
     assert made.output_token_ids == [5, 6]
     assert made.prompt_token_ids == [10, 11, 12]
     assert (made.num_prompt_tokens, made.num_tokens) == (3, 5)
@@ -76,23 +78,3 @@ def test_finishes_once() -> None:
     assert (made.status, made.error) == (RequestStatus.FINISHED, "why")
     with pytest.raises(AssertionError, match="twice"):
         made.finish("abort")
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "offsets"),
-    [(0, 4, []), (0, 5, [4]), (4, 6, [4]), (6, 10, [4]), (7, 10, []), (0, 20, [4, 10]), (6, 11, [4, 10]), (13, 14, [])],
-)
-def test_media_between(start: int, end: int, offsets: list[int]) -> None:
-    made = request(prompt_len=13)
-    made.media = tuple(
-        MediaItem(
-            modality="image",
-            patches=np.zeros((4, 1176), np.float32),
-            grid_thw=((1, 2, 2),),
-            offset=offset,
-            length=3,
-            content_hash=b"x",
-        )
-        for offset in (4, 10)
-    )
-    assert [item.offset for item in made.media_between(start, end)] == offsets

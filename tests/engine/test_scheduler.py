@@ -6,11 +6,13 @@ import statistics
 import subprocess
 import sys
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
 from scheduling import EOS, TOKEN, commit, media, request, run_to_end, scheduler, shape, step
 
+from msaserve.cache import prefix
 from msaserve.engine.plan import RowResult, StepPlan, StepResult
 from msaserve.engine.request import Request, RequestStatus
 from msaserve.errors import InvalidRequestError, OverloadedError
@@ -276,3 +278,46 @@ def test_the_cost_of_a_decode_step_does_not_grow_with_the_context() -> None:
         seconds.append(time.perf_counter() - resumed + between - start)
     assert statistics.median(seconds) < 3e-3
     assert all(made.status is RequestStatus.RUNNING for made in engine._running)
+
+
+def test_outputs_of_one_prompt_share_what_comes_of_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked, copied and hashed for the first of them only, however many there are."""
+    engine = scheduler(block_size=128, num_pages=20_000, max_num_batched_tokens=2**20, max_model_len=2**20)
+    prompt = list(range(200)) * 500
+    first = request("0", prompt, media=(media(50_000, 100), media(10, 100)), repetition_penalty=1.1)
+    engine.add(first)
+    step(engine)
+    others = [request(str(i), prompt, media=first.media, repetition_penalty=1.1) for i in range(1, 4)]
+    monkeypatch.setattr(prefix, "blake2b", None)
+    tracemalloc.start()
+    for other in others:
+        engine.add(other, like=first)
+    _, num_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes < 10_000
+    plan = engine.schedule()
+    assert shape(plan)[1:] == [(other.request_id, 99_968, 32) for other in others]
+    for row, whole in zip(plan.rows[1:], [request("x", prompt, media=first.media)] * 3, strict=True):
+        assert list(row.token_ids) == prompt[99_968:]
+        assert set(row.distinct_prompt_ids) == set(whole.prompt_token_ids)
+    assert [other.media for other in others] == [first.media] * 3
+    assert [item.offset for item in first.media] == [10, 50_000]
+
+
+@pytest.mark.parametrize("enable_prefix_cache", [True, False])
+def test_outputs_of_one_prompt_go_ways_of_their_own(enable_prefix_cache: bool) -> None:
+    engine = scheduler(enable_prefix_cache=enable_prefix_cache)
+    made = [request(str(i), 6, max_tokens=9) for i in range(3)]
+    for one in made:
+        engine.add(one, like=made[0] if one is not made[0] else None)
+    tokens = {one.request_id: 60 + i for i, one in enumerate(made)}
+    while engine.has_work():
+        step(engine, tokens)
+        if len(made[1].output_token_ids) == 4:
+            engine.abort("1")
+    assert [one.output_token_ids for one in made] == [[60] * 9, [61] * 4, [62] * 9]
+    for one in (made[0], made[2]):
+        again = request(f"again {one.request_id}", [*one.prompt_token_ids, *one.output_token_ids, 7], max_tokens=1)
+        engine.add(again)
+        step(engine)
+        assert again.num_cached_tokens == (12 if enable_prefix_cache else 0)

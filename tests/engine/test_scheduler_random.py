@@ -121,52 +121,70 @@ class Play:
         prompt = [template.randrange(VOCAB) for _ in range(length)]
         if rng.random() < 0.3:
             prompt[rng.randrange(length)] = rng.randrange(VOCAB)
-        media = ()
-        if rng.random() < 0.3:
-            offset = rng.randrange(min(length, 6))
-            span = rng.randrange(1, min(length - offset, 9) + 1)
+        media = self.draw_media(rng, length) if rng.random() < 0.4 else ()
+        max_tokens = rng.choice([None, None, 1, rng.randrange(1, 20)])
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=rng.choice([0, 0, 3]),
+            stop_token_ids=rng.choice([(), (), (5,)]),
+            ignore_eos=rng.random() < 0.8,
+        )
+        salt, seed = rng.choice(["", "", "", "salt"]), rng.randrange(2)
+        first: Request | None = None
+        for i in range(rng.choice([1, 1, 1, 2, 3])):
+            request = Request(
+                request_id=str(self.seen["add"]),
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                media=media,
+                cache_salt=salt,
+                seed=seed + i,
+            )
+            if not self.queue(request, like=first):
+                break
+            first = first or request
+
+    def draw_media(self, rng: random.Random, length: int) -> tuple[MediaItem, ...]:
+        """A few items, in any order; two requests often agree in some of them."""
+        items, end = [], rng.randrange(min(length, 6))
+        while end < length and len(items) < 4:
+            span = rng.randrange(1, min(length - end, 9) + 1)
             content = rng.choice([b"a", b"b"])
-            media = (
+            items.append(
                 MediaItem(
                     modality="image",
                     patches=PATCHES,
                     grid_thw=((1, 2, 2),),
-                    offset=offset,
+                    offset=end,
                     length=span,
                     content_hash=content,
-                ),
+                )
             )
-        max_tokens = rng.choice([None, None, 1, rng.randrange(1, 20)])
-        request = Request(
-            request_id=str(self.seen["add"]),
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(
-                max_tokens=max_tokens,
-                min_tokens=rng.choice([0, 0, 3]),
-                stop_token_ids=rng.choice([(), (), (5,)]),
-                ignore_eos=rng.random() < 0.8,
-            ),
-            media=media,
-            cache_salt=rng.choice(["", "", "", "salt"]),
-            seed=rng.randrange(2),
-        )
-        is_too_long = length + (max_tokens or 1) > self.max_len
+            end += span + rng.randrange(5)
+        rng.shuffle(items)
+        return tuple(items)
+
+    def queue(self, request: Request, *, like: Request | None) -> bool:
+        max_tokens = request.sampling.max_tokens
+        is_too_long = request.num_prompt_tokens + (max_tokens or 1) > self.max_len
         is_full = self.config.max_queue is not None and self.scheduler.load().num_waiting >= self.config.max_queue
         try:
-            self.scheduler.add(request)
+            self.scheduler.add(request, like=like)
         except InvalidRequestError:
             assert is_too_long
             self.seen["refused"] += 1
-            return
+            return False
         except OverloadedError:
             assert is_full
             self.seen["overloaded"] += 1
-            return
+            return False
         assert not is_too_long
         assert not is_full
         self.seen["add"] += 1
+        self.seen["another output"] += like is not None
         self.requests[request.request_id] = request
         self.alone[request.request_id] = Alone.of(request, self.max_len)
+        return True
 
     def abort(self, rng: random.Random) -> None:
         alive = [r for r in self.requests.values() if not r.is_finished]
@@ -192,8 +210,9 @@ class Play:
             assert running[0].status is RequestStatus.RUNNING, "the oldest request was preempted"
             assert running[0].request_id in {row.request_id for row in plan.rows}, "the oldest request stands still"
         self.check_plan(plan)
-        for page in scheduler.pool.free_pages():
-            self.memory.pop(page, None)
+        pool = scheduler.pool
+        for page in self.memory.keys() - pool.ref_counts().keys() - pool.kept_pages():
+            del self.memory[page]
         failing: set[str] = set()
         if rng is not None:
             failing = {row.request_id for row in plan.rows if rng.random() < 0.01}
@@ -300,7 +319,7 @@ class Play:
         assert load.num_prefix_hit_tokens == sum(request.num_cached_tokens for request in self.requests.values())
         self.scheduler.flush_prefix_cache()
         self.scheduler.check_integrity()
-        assert len(self.scheduler.pool.free_pages()) == self.scheduler.pool.num_usable_pages
+        assert self.scheduler.load().num_cached_pages == 0
 
 
 def config(num_pages: int, budget: int, num_seqs: int, has_cache: bool, max_queue: int | None) -> SchedulerConfig:
@@ -360,6 +379,7 @@ def test_thousands_of_scripts(part: int) -> None:
     for what in (
         "refused",
         "overloaded",
+        "another output",
         "preempted",
         "hit tokens",
         "in flight",

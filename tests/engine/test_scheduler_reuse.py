@@ -48,7 +48,7 @@ def test_output_tokens_are_reused_too() -> None:
     engine.add(first)
     run_to_end(engine)
     # 13 tokens, of which the last was never computed.
-    assert hit_tokens(engine, [*first.token_ids, 5, 5, 5, 5]) == 12
+    assert hit_tokens(engine, [*first.tokens.between(0, 13), 5, 5, 5, 5]) == 12
 
 
 def test_what_is_reused_is_held_by_both() -> None:
@@ -382,7 +382,8 @@ def test_a_step_that_failed_as_a_whole() -> None:
     step(engine, errors=dict.fromkeys("abc", "out of memory"))
     assert [one.finish_reason for one in made] == ["error"] * 3
     assert not engine.has_work()
-    assert len(engine.pool.free_pages()) == engine.pool.num_usable_pages
+    load = engine.load()
+    assert (load.num_used_pages, load.num_cached_pages) == (0, 0)
 
 
 # The check itself
@@ -403,7 +404,7 @@ def test_check_integrity_finds_faults(fault: str) -> None:
     elif fault == "index":
         engine.index.evict(made[0].pages[0])
     elif fault == "stale hash":
-        made[0].token_ids[0] += 1
+        made[0].tokens._prompt[0] += 1
     elif fault == "order":
         engine._running.reverse()
     elif fault == "lost":

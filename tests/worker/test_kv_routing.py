@@ -12,7 +12,7 @@ import pytest
 from smg_grpc_proto.generated import common_pb2
 from worker_driver import PROMPT, Worker, new_engine, read, request, running_worker, tokens
 
-from msaserve.cache.prefix import BlockHashes
+from msaserve.cache.prefix import BlockHashes, Tokens
 from msaserve.errors import MsaserveError
 from msaserve.gateway.grpc_client import GrpcClient
 from msaserve.gateway.kv_index import KvEventsUnsupportedError, KvIndex, PromptBlocks, follow
@@ -160,7 +160,7 @@ async def test_evicted_blocks_are_not_counted() -> None:
 
 
 def _hashes(worker: Worker, prompt: list[int]) -> BlockHashes:
-    return BlockHashes(array("i", prompt), block_size=worker.engine.scheduler.config.block_size)
+    return BlockHashes(Tokens(array("i", prompt)), block_size=worker.engine.scheduler.config.block_size)
 
 
 async def test_another_worker_behind_the_address_begins_anew() -> None:
