@@ -68,17 +68,6 @@ class KVCache:
         """[num_pages, block_size, Di]. KeyError for a dense layer."""
         return self._index_k[self._index_plane[layer]]
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page over all planes."""
-        planes = (self._k, self._v, self._index_k)
-        return sum(plane.numel() * plane.element_size() for plane in planes) // self.num_pages
-
-    def fill_(self, value: float) -> None:
-        """Set every slot of every plane: tests poison with NaN."""
-        for plane in (self._k, self._v, self._index_k):
-            plane.fill_(value)
-
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """On a CPU memory that the system gives only as it is written: torch.zeros would write all of it now."""

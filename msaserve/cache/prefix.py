@@ -120,9 +120,6 @@ class PrefixIndex:
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 
-    def __len__(self) -> int:
-        return len(self._page_of)
-
     def __contains__(self, page: int) -> bool:
         return page in self._digest_of
 

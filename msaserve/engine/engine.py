@@ -6,7 +6,6 @@ import ctypes
 import logging
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +24,7 @@ from msaserve.engine.scheduler import RequestOutput, Scheduler, SchedulerConfig
 from msaserve.errors import InvalidRequestError
 from msaserve.kv_events import KvEventLog
 from msaserve.models.loader import load_model, resolve_device, resolve_dtype
-from msaserve.models.memory_plan import cache_bytes_per_token
+from msaserve.models.memory_plan import cache_page_bytes
 from msaserve.models.minimax_m3 import MiniMaxM3
 from msaserve.ops.sparse_attend import IMPLS
 from msaserve.types import EngineLoad, GenerateRequest, ModelInfo
@@ -145,7 +144,6 @@ class Engine:
             check_media(item, request.prompt_token_ids, self.config)
         constraint = sampling.constraint
         seed = self._rng.getrandbits(63) if sampling.seed is None else sampling.seed
-        now = time.monotonic()
         sequences: list[Request] = []
         try:
             for i in range(sampling.n):
@@ -156,7 +154,6 @@ class Engine:
                     media=request.media,
                     cache_salt=request.cache_salt,
                     seed=seed + i,
-                    arrival_time=now,
                     matcher=None if constraint is None else self.grammars.matcher(constraint, request.prompt_token_ids),
                 )
                 self.scheduler.add(sequence, like=sequences[0] if sequences else None)
@@ -226,7 +223,7 @@ def _make_cache(model: MiniMaxM3, config: EngineConfig) -> KVCache:
     """Pages for the budget, but no more than max_num_seqs requests of the greatest length fill."""
     text = model.config.text
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
-    page_bytes = sum(cache_bytes_per_token(text, dtype, config.kv_cache_dtype)) * text.block_size
+    page_bytes = cache_page_bytes(text, dtype, config.kv_cache_dtype)
     budget = _free_bytes(model.device) if config.kv_cache_bytes is None else config.kv_cache_bytes
     max_model_len = config.max_model_len or model.config.max_model_len
     num_useful = config.max_num_seqs * -(-max_model_len // text.block_size) + 1

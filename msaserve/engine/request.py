@@ -37,8 +37,6 @@ class Request:
     """In order of offset once `Scheduler.add` has taken it."""
     cache_salt: str = ""
     seed: int = 0
-    arrival_time: float = 0.0
-    """Seconds on the caller's clock, for its metrics. Order of service is the order of `Scheduler.add`."""
     matcher: Matcher | None = None
     """Of this sequence alone, if its sampling has a constraint."""
 
@@ -49,8 +47,6 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The token that ended it, when one did; it is the last of output_token_ids."""
-    error: str | None = None
-    """Why finish_reason is "error"."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix index when it was first admitted."""
 
@@ -102,8 +98,7 @@ class Request:
         elif len(self.output_token_ids) >= self.max_output_tokens:
             self.finish("length")
 
-    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+    def finish(self, reason: FinishReason) -> None:
         assert not self.is_finished, f"request {self.request_id} finishes twice"
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
-        self.error = error

@@ -225,7 +225,7 @@ class Scheduler:
                 continue  # aborted while the step ran
             if row_result.error is not None:
                 self._forget(request)
-                request.finish("error", row_result.error)
+                request.finish("error")
                 outputs.append(RequestOutput(request, finish_reason="error", error=row_result.error))
                 continue
             request.num_computed_tokens += len(row.token_ids)

@@ -32,14 +32,6 @@ class MemoryPlan:
     """Tokens of one request that the checkpoint was made for."""
 
     @property
-    def bytes_per_token(self) -> int:
-        return self.kv_bytes_per_token + self.index_bytes_per_token
-
-    @property
-    def page_bytes(self) -> int:
-        return self.bytes_per_token * self.block_size
-
-    @property
     def max_cached_tokens(self) -> int:
         """Tokens that fit, over all requests."""
         return self.num_pages * self.block_size
@@ -62,7 +54,6 @@ def plan_memory(
         CheckpointError: the weight files cannot be read.
     """
     kv, index = cache_bytes_per_token(config.text, dtype, kv_cache_dtype)
-    page_bytes = (kv + index) * config.text.block_size
     return MemoryPlan(
         dtype=dtype,
         weight_bytes=weight_bytes(config, dtype),
@@ -70,7 +61,7 @@ def plan_memory(
         index_bytes_per_token=index,
         block_size=config.text.block_size,
         budget_bytes=budget_bytes,
-        num_pages=max(budget_bytes // page_bytes - 1, 0),
+        num_pages=max(budget_bytes // cache_page_bytes(config.text, dtype, kv_cache_dtype) - 1, 0),
         max_model_len=config.max_model_len,
     )
 
@@ -95,3 +86,10 @@ def cache_bytes_per_token(
     size = _DTYPE_BYTES[dtype] if kv_cache_dtype == "auto" else 1
     kv = text.num_layers * 2 * text.num_kv_heads * text.head_dim * size
     return kv, len(text.sparse_layer_ids) * text.index_dim * size
+
+
+def cache_page_bytes(
+    text: TextConfig, dtype: Literal["float32", "bfloat16"], kv_cache_dtype: KVCacheDtype = "auto"
+) -> int:
+    """Bytes of one page over all planes."""
+    return sum(cache_bytes_per_token(text, dtype, kv_cache_dtype)) * text.block_size

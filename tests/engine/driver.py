@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from golden_data import golden
+from planes import poison
 
 from msaserve.cache.kv import KVCache
 from msaserve.engine.engine import Engine
@@ -59,7 +60,7 @@ def make_engine(
         dtype=m3.dtype,
         device=m3.device,
     )
-    cache.fill_(float("nan"))
+    poison(cache)
     fields = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "max_model_len": m3.config.max_model_len, **config}
     scheduler_config = SchedulerConfig(
         block_size=text.block_size,

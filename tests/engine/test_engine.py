@@ -10,6 +10,7 @@ import pytest
 import torch
 from driver import check_empty, greedy_prompt, greedy_tokens, make_engine, model, random_prompt, request, run
 from golden_data import golden
+from planes import page_bytes, poison
 
 from msaserve.config import EngineConfig
 from msaserve.engine.engine import Engine
@@ -194,13 +195,13 @@ def test_a_step_that_raises_ends_its_requests_and_not_the_engine(monkeypatch: py
 
 def test_the_cache_is_as_large_as_its_budget_or_its_use() -> None:
     directory = golden("tiny")[0]
-    page_bytes = 16 * 4 * (4 * 2 * 2 * 32 + 3 * 32)
-    small = Engine.from_checkpoint(directory, EngineConfig(device="cpu", kv_cache_gib=50.5 * page_bytes / 2**30))
+    num_bytes = 16 * 4 * (4 * 2 * 2 * 32 + 3 * 32)
+    small = Engine.from_checkpoint(directory, EngineConfig(device="cpu", kv_cache_gib=50.5 * num_bytes / 2**30))
     assert small.runner.cache.num_pages == 50
-    assert small.runner.cache.page_bytes == page_bytes
+    assert page_bytes(small.runner.cache) == num_bytes
     assert small.info.max_model_len == 49 * 16
     with pytest.raises(InvalidRequestError, match="holds 1 pages"):
-        Engine.from_checkpoint(directory, EngineConfig(device="cpu", kv_cache_gib=1.5 * page_bytes / 2**30))
+        Engine.from_checkpoint(directory, EngineConfig(device="cpu", kv_cache_gib=1.5 * num_bytes / 2**30))
 
 
 @pytest.mark.parametrize("error", [MemoryError("Unable to allocate 32.0 GiB"), torch.OutOfMemoryError("CUDA out\nof")])
@@ -225,6 +226,6 @@ def test_bfloat16_runs() -> None:
 def test_golden_on_cuda(chunk: int) -> None:
     config = EngineConfig(device="cuda", dtype="float32", max_model_len=1024, max_num_batched_tokens=chunk)
     engine = Engine.from_checkpoint(golden("tiny")[0], config, page_order=random.Random(1))
-    engine.runner.cache.fill_(float("nan"))
+    poison(engine.runner.cache)
     outputs = run(engine, [request("a", greedy_prompt("tiny")), seeded(1, greedy_prompt("tiny"))])
     assert outputs[0].token_ids == greedy_tokens("tiny")

@@ -9,11 +9,12 @@ import pytest
 import torch
 from driver import Output, greedy_prompt, random_prompt, request, run
 from golden_data import golden
+from planes import page_bytes, poison
 
 from msaserve.config import EngineConfig, ModelConfig
 from msaserve.engine.engine import Engine
 from msaserve.errors import InvalidRequestError
-from msaserve.models.memory_plan import plan_memory
+from msaserve.models.memory_plan import cache_page_bytes
 from msaserve.worker.served import ServedModel
 
 
@@ -21,7 +22,7 @@ def engine(**config: Any) -> Engine:
     """Of `tiny` over a cache of 8 bits, shuffled and NaN."""
     fields = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 3, "kv_cache_dtype": "fp8_e4m3", **config}
     made = Engine.from_checkpoint(golden("tiny")[0], EngineConfig(**fields), page_order=random.Random(2))
-    made.runner.cache.fill_(float("nan"))
+    poison(made.runner.cache)
     return made
 
 
@@ -36,9 +37,9 @@ def test_cache_and_plan_are_of_8_bits() -> None:
     assert made.runner.cache.dtype == torch.float8_e4m3fn
     assert made.runner.dtype == torch.float32
     config = ModelConfig.from_checkpoint(golden("tiny")[0])
-    plan = plan_memory(config, "float32", 1 << 24, "fp8_e4m3")
-    assert plan.page_bytes == made.runner.cache.page_bytes
-    assert 4 * plan.page_bytes == plan_memory(config, "float32", 1 << 24).page_bytes
+    num_bytes = cache_page_bytes(config.text, "float32", "fp8_e4m3")
+    assert num_bytes == page_bytes(made.runner.cache)
+    assert 4 * num_bytes == cache_page_bytes(config.text, "float32")
     served = ServedModel.of(made)
     assert (served.dtype, served.kv_cache_dtype) == ("float32", "fp8_e4m3")
 

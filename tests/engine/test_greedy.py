@@ -8,6 +8,7 @@ import random
 import pytest
 from driver import Output, greedy_prompt, greedy_tokens, make_engine, random_prompt, request, run
 from golden_data import golden
+from planes import poison
 
 from msaserve.config import EngineConfig
 from msaserve.engine.engine import Engine
@@ -21,7 +22,7 @@ def test_from_checkpoint_on_shuffled_poisoned_pages() -> None:
     engine = Engine.from_checkpoint(golden("tiny")[0], config, page_order=random.Random(5))
     assert engine.info.max_model_len == 1024
     assert engine.load().num_pages == 3 * 1024 // 16
-    engine.runner.cache.fill_(float("nan"))
+    poison(engine.runner.cache)
     (output,) = run(engine, [request("a", greedy_prompt("tiny"))])
     assert output.token_ids == greedy_tokens("tiny")
     assert output.finish_reason == "length"

@@ -177,12 +177,14 @@ def test_a_broken_item_fails_its_row_alone(whole: Output) -> None:
     broken = msgspec.structs.replace(image, patches=np.zeros((24, 7), np.float32), content_hash=b"broken")
     sequences[0].media = (broken, video)
     outputs: list[list[int]] = [[], []]
+    errors = []
     while engine.has_work():
         for out in engine.step():
             outputs[sequences.index(out.request)] += out.token_ids
+            errors += [(out.request, out.error)] if out.error else []
     assert sequences[0].finish_reason == "error"
-    assert sequences[0].error is not None
-    assert "a media item could not be embedded" in sequences[0].error
+    assert [request for request, _ in errors] == [sequences[0]]
+    assert "a media item could not be embedded" in errors[0][1]
     assert outputs == [[], whole.token_ids]
     assert engine.load().num_used_pages == 0
 

@@ -74,7 +74,7 @@ def test_length_ends_it_even_before_min_tokens() -> None:
 
 def test_finishes_once() -> None:
     made = request()
-    made.finish("error", "why")
-    assert (made.status, made.error) == (RequestStatus.FINISHED, "why")
+    made.finish("error")
+    assert (made.status, made.finish_reason) == (RequestStatus.FINISHED, "error")
     with pytest.raises(AssertionError, match="twice"):
         made.finish("abort")

@@ -355,7 +355,7 @@ def test_a_failed_row_ends_its_request_alone() -> None:
         ("bad", "error", "non-finite logits", ()),
         ("good", None, None, (TOKEN,)),
     ]
-    assert (bad.finish_reason, bad.error, bad.output_token_ids) == ("error", "non-finite logits", [])
+    assert (bad.finish_reason, bad.output_token_ids) == ("error", [])
     run_to_end(engine)
     assert good.finish_reason == "length"
     assert hit_tokens(engine, 9) == 0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from planes import poison
 
 from msaserve.cache.kv import AttentionBatch, KVCache
 from msaserve.layers.msa_attention import Observer
@@ -27,7 +28,7 @@ def make_cache(model: MiniMaxM3, num_pages: int, dtype: torch.dtype | None = Non
         dtype=dtype or model.dtype,
         device=model.device,
     )
-    cache.fill_(float("nan"))
+    poison(cache)
     return cache
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from golden_data import NAMES, golden
 from paged_driver import make_cache
+from planes import page_bytes
 
 from msaserve.config import ModelConfig
 from msaserve.models.loader import load_model
-from msaserve.models.memory_plan import cache_bytes_per_token, plan_memory
+from msaserve.models.memory_plan import cache_bytes_per_token, cache_page_bytes, plan_memory
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -25,9 +26,10 @@ def test_plan_is_what_loading_takes(name: str, dtype: str) -> None:
     plan = plan_memory(model.config, dtype, 64 * 2**20)
     assert plan.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
     cache = make_cache(model, 3)
-    assert plan.page_bytes == cache.page_bytes
+    num_bytes = page_bytes(cache)
+    assert num_bytes == cache_page_bytes(model.config.text, dtype)
     # The dummy page is paid for, too.
-    assert (plan.num_pages + 1) * plan.page_bytes <= plan.budget_bytes < (plan.num_pages + 2) * plan.page_bytes
+    assert (plan.num_pages + 1) * num_bytes <= plan.budget_bytes < (plan.num_pages + 2) * num_bytes
     assert plan.max_cached_tokens == plan.num_pages * model.config.text.block_size
 
 

@@ -152,7 +152,7 @@ async def test_evicted_blocks_are_not_counted() -> None:
             await read(worker.client, request(str(i), prompt, max_tokens=2))
         assert num_pages < 4 * 25
         await until(lambda: index.num_tokens(PromptBlocks(request("x", prompts[-1]))) == 400)
-        assert len(index) == len(worker.engine.scheduler.index) <= num_pages
+        assert len(index) == len(worker.engine.scheduler.index.pages()) <= num_pages
         for prompt in prompts:
             found = worker.engine.scheduler.index.match(_hashes(worker, prompt), 25)
             assert index.num_tokens(PromptBlocks(request("x", prompt))) == 16 * len(found)
