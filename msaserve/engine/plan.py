@@ -11,6 +11,7 @@ from msaserve.types import Logprobs, MediaItem, SamplingParams
 
 if TYPE_CHECKING:
     from msaserve.engine.grammar import Matcher
+    from msaserve.engine.seen import SeenTokens
 
 
 @dataclass(slots=True)
@@ -33,13 +34,13 @@ class PlanRow:
     """Whether the row's last token yields an output token; False for all chunks of a prompt but the last."""
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
-    """All output tokens so far: penalties count them, and their number is the position that keys the random number."""
+    """All output tokens so far: their number is the position that keys the random number."""
     media: Sequence[MediaItem] = ()
     """The request's media that overlap this step's positions."""
     matcher: Matcher | None = None
     """What the constraint allows after output_token_ids; None without one. The request's own, as it is followed."""
-    distinct_prompt_ids: array[int] = field(default_factory=lambda: array("i"))
-    """Each token of the prompt once, array('i'), where a repetition penalty asks for them; else empty."""
+    seen: SeenTokens | None = None
+    """The distinct tokens of prompt and output; None without penalties."""
 
     @property
     def query_len(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msaserve.cache.prefix import BlockHashes, Tokens
+from msaserve.engine.seen import SeenTokens
 from msaserve.types import FinishReason, MediaItem, SamplingParams
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix index when it was first admitted."""
 
-    distinct_prompt_ids: array[int] = field(default_factory=_ids)
-    """Each token of the prompt once, if there is a repetition penalty: at every step it would take a while to find."""
+    seen: SeenTokens | None = None
+    """Of prompt and output, if there is a penalty."""
 
     pages: array[int] = field(default_factory=_ids)
     """block → page, while running."""
@@ -92,6 +93,8 @@ class Request:
         has_min_tokens = len(self.output_token_ids) >= self.sampling.min_tokens
         self.output_token_ids.append(token_id)
         self.tokens.append(token_id)
+        if self.seen is not None:
+            self.seen.append(token_id)
         if has_min_tokens and token_id in self.stop_ids:
             self.stop_token_id = token_id
             self.finish("stop")

@@ -3,6 +3,7 @@ position alone: not on the batch, on how its prompt was cut into chunks, nor on 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from msaserve.engine.plan import PlanRow, RowResult
+from msaserve.engine.seen import SeenTokens
 from msaserve.types import Logprobs, SamplingParams
 
 _MASK64 = (1 << 64) - 1
@@ -65,35 +67,29 @@ def sample(logits: torch.Tensor, rows: Sequence[PlanRow], eos_token_ids: Sequenc
     return results
 
 
-def _changes_counts(params: SamplingParams) -> bool:
-    return params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
-
-
 def _edit(logits: torch.Tensor, rows: Sequence[PlanRow], eos_token_ids: Sequence[int]) -> torch.Tensor:
     """Penalties, bias and min_tokens: a changed copy, or `logits` itself when no row asks for any of it."""
-    penalised = [i for i, row in enumerate(rows) if _changes_counts(row.sampling)]
-    bias: list[tuple[int, int, float]] = []
-    banned: list[tuple[int, int]] = []
     vocab_size = logits.shape[1]
+    penalised = [(i, row, row.seen) for i, row in enumerate(rows) if row.seen is not None]
+    biased = [(i, row.sampling.logit_bias) for i, row in enumerate(rows) if row.sampling.logit_bias]
+    banned: list[int] = []
     for i, row in enumerate(rows):
         params = row.sampling
-        bias.extend((i, token, value) for token, value in params.logit_bias.items() if 0 <= token < vocab_size)
         if len(row.output_token_ids) < params.min_tokens:
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-            banned.extend((i, token) for token in ends if 0 <= token < vocab_size)
-    if not (penalised or bias or banned):
+            banned.extend(i * vocab_size + token for token in ends if 0 <= token < vocab_size)
+    if not (penalised or biased or banned):
         return logits
     logits = logits.clone()
-    device = logits.device
+    flat, device = logits.view(-1), logits.device
     if penalised:
-        index = torch.tensor(penalised, device=device)
-        logits[index] = _penalise(logits[index], [rows[i] for i in penalised])
-    if bias:
-        at = torch.tensor([(i, token) for i, token, _ in bias], device=device).T
-        logits[at[0], at[1]] += torch.tensor([value for _, _, value in bias], device=device)
+        _penalise(logits, penalised)
+    if biased:
+        at = np.concatenate([np.fromiter(bias, np.int64, len(bias)) + i * vocab_size for i, bias in biased])
+        values = np.concatenate([np.fromiter(bias.values(), np.float32, len(bias)) for _, bias in biased])
+        flat[torch.from_numpy(at).to(device)] += torch.from_numpy(values).to(device)
     if banned:
-        at = torch.tensor(banned, device=device).T
-        logits[at[0], at[1]] = -torch.inf
+        flat[torch.tensor(banned, device=device)] = -torch.inf
     return logits
 
 
@@ -132,30 +128,33 @@ def _unpack(words: np.ndarray, device: torch.device) -> torch.Tensor:
     return ((bits[:, :, None] >> shifts) & 1).flatten(1).bool()
 
 
-def _penalise(logits: torch.Tensor, rows: Sequence[PlanRow]) -> torch.Tensor:
-    params = [row.sampling for row in rows]
-    counts = _count([row.output_token_ids for row in rows], logits)
-    if any(p.repetition_penalty != 1 for p in params):
-        seen = counts > 0
-        for i, row in enumerate(rows):
-            if row.distinct_prompt_ids:
-                ids = np.frombuffer(row.distinct_prompt_ids, np.int32).astype(np.int64)
-                seen[i, torch.from_numpy(ids).to(logits.device)] = True
-        penalty = _column([p.repetition_penalty for p in params], logits)
-        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    logits = logits - counts * _column([p.frequency_penalty for p in params], logits)
-    return logits - (counts > 0) * _column([p.presence_penalty for p in params], logits)
+def _penalise(logits: torch.Tensor, rows: Sequence[tuple[int, PlanRow, SeenTokens]]) -> None:
+    """In place, for rows (their place among the logits, the row, its tokens)."""
+    prompt = _penalised(logits, [(i, row.sampling, seen.prompt_ids, None) for i, row, seen in rows if seen.prompt_ids])
+    output = _penalised(logits, [(i, row.sampling, seen.output_ids, seen.output_counts) for i, row, seen in rows])
+    for places, values in (prompt, output):  # the output's are right also where the prompt has the token, too
+        logits.view(-1)[places] = values
 
 
-def _count(sequences: Sequence[Sequence[int]], like: torch.Tensor) -> torch.Tensor:
-    """How often each token stands in each sequence, in the shape of `like` [R, V]."""
-    lens = [len(sequence) for sequence in sequences]
-    ids = np.fromiter((token for sequence in sequences for token in sequence), dtype=np.int64, count=sum(lens))
-    flat = np.repeat(np.arange(len(lens), dtype=np.int64) * like.shape[1], lens) + ids
-    where, count = np.unique(flat, return_counts=True)
-    counts = torch.zeros_like(like)
-    counts.view(-1)[torch.from_numpy(where).to(like.device)] = torch.from_numpy(count).to(like.device, like.dtype)
-    return counts
+def _penalised(
+    logits: torch.Tensor, parts: Sequence[tuple[int, SamplingParams, array[int], array[int] | None]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places [N] in the flat logits and the values [N] that belong there.
+
+    parts: place of a row, its parameters, distinct tokens and how often its output has each; None: not at all.
+    """
+    places, repetition, minus = [np.empty(0, np.int64)], [np.empty(0, np.float32)], [np.empty(0, np.float32)]
+    for i, params, ids, counts in parts:
+        places.append(i * logits.shape[1] + np.frombuffer(ids, np.int32).astype(np.int64))
+        repetition.append(np.full(len(ids), params.repetition_penalty, np.float32))
+        if counts is None:
+            minus.append(np.zeros(len(ids), np.float32))
+        else:
+            minus.append(np.float32(params.frequency_penalty) * np.frombuffer(counts, np.int32).astype(np.float32))
+            minus[-1] += np.float32(params.presence_penalty)
+    at, by, less = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, repetition, minus))
+    values = logits.view(-1)[at]
+    return at, torch.where(values > 0, values / by, values * by) - less
 
 
 def _column(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from msaserve.cache.prefix import BlockHashes, PrefixIndex, Tokens, media_betwee
 from msaserve.engine import arrival
 from msaserve.engine.plan import PlanRow, StepPlan, StepResult
 from msaserve.engine.request import Request, RequestStatus
+from msaserve.engine.seen import SeenTokens
 from msaserve.errors import BusyError, InvalidRequestError
 from msaserve.kv_events import KvEventLog
 from msaserve.types import EngineLoad, FinishReason, Logprobs
@@ -134,11 +135,10 @@ class Scheduler:
             raise BusyError(f"the queue is full: {len(self._waiting)} requests wait")
         request.tokens = tokens
         request.media = media
-        if sampling.repetition_penalty != 1:
-            if like is None or not like.distinct_prompt_ids:
-                request.distinct_prompt_ids.extend(set(request.prompt_token_ids))
-            else:
-                request.distinct_prompt_ids = like.distinct_prompt_ids
+        if like is None or like.sampling is not sampling:
+            request.seen = SeenTokens.of(sampling, request.prompt_token_ids)
+        else:
+            request.seen = None if like.seen is None else like.seen.fork()
         request.max_output_tokens = max_output_tokens
         request.stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -332,7 +332,7 @@ class Scheduler:
             output_token_ids=request.output_token_ids,
             media=media_between(request.media, start, end),
             matcher=request.matcher,
-            distinct_prompt_ids=request.distinct_prompt_ids,
+            seen=request.seen,
         )
 
     def _num_pages(self, num_tokens: int) -> int:

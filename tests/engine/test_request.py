@@ -8,6 +8,7 @@ import pytest
 
 from msaserve.cache.prefix import Tokens
 from msaserve.engine.request import Request, RequestStatus
+from msaserve.engine.seen import SeenTokens
 from msaserve.types import SamplingParams
 
 
@@ -58,6 +59,23 @@ def test_length() -> None:
     made = request(max_output_tokens=2)
     assert feed(made, 5, 6, 7) == 2
     assert (made.finish_reason, made.stop_token_id) == ("length", None)
+
+
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_seen_tokens_are_counted_as_they_come(penalty: str) -> None:
+    seen = SeenTokens.of(SamplingParams(**{penalty: 1.5}), [10, 11, 10])
+    assert seen is not None
+    fork = seen.fork()
+    made = request()
+    made.seen = seen
+    feed(made, 5, 11, 6, 5, 5)
+    assert dict(zip(seen.output_ids, seen.output_counts, strict=True)) == {5: 3, 11: 1, 6: 1}
+    assert sorted(seen.prompt_ids) == ([10, 11] if penalty == "repetition_penalty" else [])
+    assert (list(fork.output_ids), fork.prompt_ids) == ([], seen.prompt_ids)
+
+
+def test_nothing_is_counted_without_penalties() -> None:
+    assert SeenTokens.of(SamplingParams(temperature=0.5), [1, 2]) is None
 
 
 def test_a_stop_token_in_the_last_place_is_a_stop() -> None:

@@ -288,6 +288,8 @@ def test_outputs_of_one_prompt_share_what_comes_of_it_alone(monkeypatch: pytest.
     engine.add(first)
     step(engine)
     others = [request(str(i), prompt, media=first.media, repetition_penalty=1.1) for i in range(1, 4)]
+    for other in others:
+        other.sampling = first.sampling
     monkeypatch.setattr(prefix, "blake2b", None)
     tracemalloc.start()
     for other in others:
@@ -299,7 +301,8 @@ def test_outputs_of_one_prompt_share_what_comes_of_it_alone(monkeypatch: pytest.
     assert shape(plan)[1:] == [(other.request_id, 99_968, 32) for other in others]
     for row, whole in zip(plan.rows[1:], [request("x", prompt, media=first.media)] * 3, strict=True):
         assert list(row.token_ids) == prompt[99_968:]
-        assert set(row.distinct_prompt_ids) == set(whole.prompt_token_ids)
+        assert row.seen is not None
+        assert set(row.seen.prompt_ids) == set(whole.prompt_token_ids)
     assert [other.media for other in others] == [first.media] * 3
     assert [item.offset for item in first.media] == [10, 50_000]
 
