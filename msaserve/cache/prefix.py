@@ -24,35 +24,31 @@ def media_between(media: Sequence[MediaItem], start: int, end: int) -> Sequence[
 class Tokens:
     """A sequence's token ids, prompt and output. Sequences of one prompt share the prompt's part."""
 
-    __slots__ = ("_output", "_prompt")
+    __slots__ = ("_output", "prompt")
 
     def __init__(self, prompt: array[int]) -> None:
         """prompt: array('i'), which must not change any more."""
-        self._prompt = prompt
+        self.prompt = prompt
         self._output = array("i")
 
     def __len__(self) -> int:
-        return len(self._prompt) + len(self._output)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self._prompt)
+        return len(self.prompt) + len(self._output)
 
     def between(self, start: int, end: int) -> array[int]:
         """Those at positions start ≤ p < end, as array('i')."""
-        split = len(self._prompt)
+        split = len(self.prompt)
         if end <= split:
-            return self._prompt[start:end]
+            return self.prompt[start:end]
         if start >= split:
             return self._output[start - split : end - split]
-        return self._prompt[start:] + self._output[: end - split]
+        return self.prompt[start:] + self._output[: end - split]
 
     def append(self, token_id: int) -> None:
         self._output.append(token_id)
 
     def fork(self) -> Tokens:
         """Another sequence of the same prompt, without output."""
-        return Tokens(self._prompt)
+        return Tokens(self.prompt)
 
 
 class BlockHashes:
@@ -75,7 +71,7 @@ class BlockHashes:
         self._tokens = tokens
         self._block_size = block_size
         self._media = sorted(media, key=lambda item: item.offset)
-        self._num_prompt_blocks = tokens.num_prompt_tokens // block_size
+        self._num_prompt_blocks = len(tokens.prompt) // block_size
         # JSON may carry lone surrogates; they are as good a salt as any.
         root = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"cache_salt")
         self._of_prompt = [root.digest()]

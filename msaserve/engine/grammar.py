@@ -30,6 +30,9 @@ THINK_OPENER = "<mm:think>"
 THINK_CLOSER = "</mm:think>"
 _JSON_OPTIONS: Any = {"whitespace_pattern": JSON_WHITESPACE}
 _MAX_MESSAGE_CHARS = 500
+_STACK_BYTES = 2**30
+"""Of a thread that compiles. The library calls itself for each rule of a chain, and without room for that the process
+ends: 4 KiB a rule, 65,000 rules at most. Only what is used takes memory."""
 _INTERSECTION = re.compile(r"^[A-Z_][A-Z_0-9]*: (.* & .*)$", re.MULTILINE)
 """A terminal of a Lark grammar that is one."""
 
@@ -112,6 +115,8 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._lock = threading.Lock()
+        self._start_lock = threading.Lock()
+        """Held while a thread with a large stack is started: that size is the whole process's."""
         self._vocabulary: _Vocabulary | None = None
         self._compiled: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
 
@@ -170,6 +175,24 @@ class Grammars:
             raise InvalidRequestError(f"{field}: {error}", param=field, code="invalid_constraint") from None
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
+        compiled: Future[LLMatcher] = Future()
+
+        def compile_one() -> None:
+            try:
+                compiled.set_result(self._compile_here(constraint))
+            except BaseException as error:
+                compiled.set_exception(error)
+
+        thread = threading.Thread(target=compile_one, name="compile-constraint", daemon=True)
+        with self._start_lock:
+            threading.stack_size(_STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(0)
+        return compiled.result()
+
+    def _compile_here(self, constraint: Constraint) -> LLMatcher:
         vocabulary = self._load()
         try:
             grammar = _grammar(constraint, vocabulary)

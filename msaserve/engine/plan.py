@@ -32,7 +32,8 @@ class PlanRow:
     seed: int
     is_sampled: bool
     """Whether the row's last token yields an output token; False for all chunks of a prompt but the last."""
-    prompt_token_ids: Sequence[int] = ()
+    prompt_token_ids: array[int] = field(default_factory=lambda: array("i"))
+    """array('i')."""
     output_token_ids: Sequence[int] = ()
     """All output tokens so far: their number is the position that keys the random number."""
     media: Sequence[MediaItem] = ()

@@ -121,11 +121,11 @@ class Scheduler:
         sampling = request.sampling
         if like is None:
             tokens = Tokens(arrival.checked_ids(request.prompt_token_ids, vocab_size=config.vocab_size))
-            media = arrival.checked_media(request.media, tokens.num_prompt_tokens)
+            media = arrival.checked_media(request.media, len(tokens.prompt))
         else:
             tokens, media = like.tokens.fork(), like.media
         max_output_tokens = arrival.max_output_tokens(
-            tokens.num_prompt_tokens,
+            len(tokens.prompt),
             sampling.max_tokens,
             max_model_len=config.max_model_len,
             num_pages=self.pool.num_usable_pages,
@@ -328,7 +328,7 @@ class Scheduler:
             sampling=request.sampling,
             seed=request.seed,
             is_sampled=end == request.num_tokens,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=request.tokens.prompt,
             output_token_ids=request.output_token_ids,
             media=media_between(request.media, start, end),
             matcher=request.matcher,

@@ -128,7 +128,7 @@ def test_tokens_between(num_prompt: int, num_output: int, start: int, end: int) 
     tokens = Tokens(array("i", numbers[:num_prompt]))
     for number in numbers[num_prompt:]:
         tokens.append(number)
-    assert (len(tokens), tokens.num_prompt_tokens) == (len(numbers), num_prompt)
+    assert (len(tokens), list(tokens.prompt)) == (len(numbers), numbers[:num_prompt])
     assert tokens.between(start, end) == array("i", numbers[start:end])
 
 

@@ -140,6 +140,22 @@ def test_recent_features_are_kept_by_bytes() -> None:
     assert calls == [5, 6, 7, 8, 6, 100, 5]
 
 
+def test_the_same_patches_in_other_rows_are_other_features() -> None:
+    """A clip's rows are told apart by the tower, and the sender's hash need not tell."""
+    grids: list[Any] = []
+
+    def embed(patches: torch.Tensor, grid: Any) -> torch.Tensor:
+        grids.append(grid)
+        return torch.full((1, 4), float(len(grids)))
+
+    features = MediaFeatures(embed, max_bytes=2**20)
+    patches = np.zeros((32, 3), np.float32)
+    for grid in (((8, 2, 2),), ((4, 2, 2), (4, 2, 2)), ((8, 2, 2),)):
+        item = MediaItem(modality="video", patches=patches, grid_thw=grid, offset=0, length=1, content_hash=b"same")
+        assert features.get(item)[0, 0] == grids.index(grid) + 1
+    assert len(grids) == 2
+
+
 def test_positions_are_the_media_tokens_of_the_span() -> None:
     image, video = golden_media()
     prompt = golden_prompt()
@@ -200,7 +216,7 @@ def test_a_step_of_nothing_but_broken_rows() -> None:
         sampling=SamplingParams(),
         seed=0,
         is_sampled=True,
-        prompt_token_ids=golden_prompt(),
+        prompt_token_ids=array("i", golden_prompt()),
         media=(image,),
     )
     (result,) = engine.runner.run(StepPlan([row])).rows

@@ -35,7 +35,7 @@ def plan_row(
         sampling=params,
         seed=seed,
         is_sampled=True,
-        prompt_token_ids=prompt,
+        prompt_token_ids=array("i", prompt),
         seen=seen(params, prompt, output),
         output_token_ids=output,
     )

@@ -181,7 +181,7 @@ def test_rows_carry_what_the_runner_needs() -> None:
     assert {row.seed for row in rows} == {7}
     assert all(row.sampling is made.sampling for row in rows)
     assert rows[2].output_token_ids is made.output_token_ids
-    assert rows[2].prompt_token_ids is made.prompt_token_ids
+    assert rows[2].prompt_token_ids is made.tokens.prompt
     assert list(rows[2].pages) == list(made.pages)
 
 

@@ -404,7 +404,7 @@ def test_check_integrity_finds_faults(fault: str) -> None:
     elif fault == "index":
         engine.index.evict(made[0].pages[0])
     elif fault == "stale hash":
-        made[0].tokens._prompt[0] += 1
+        made[0].tokens.prompt[0] += 1
     elif fault == "order":
         engine._running.reverse()
     elif fault == "lost":
