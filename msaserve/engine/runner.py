@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -148,7 +149,10 @@ def build_batch(
     seq_lens = prefix_lens + query_lens
     cu_query_lens = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(query_lens, out=cu_query_lens[1:])
-    token_ids = np.fromiter((token for row in rows for token in row.token_ids), np.int64, count=cu_query_lens[-1])
+    joined = array("i")
+    for row in rows:
+        joined.extend(row.token_ids)
+    token_ids = np.frombuffer(joined, dtype=np.int32).astype(np.int64)
     num_blocks = -(-seq_lens // block_size)
     block_table = np.zeros((len(rows), num_blocks.max()), dtype=np.int32)
     for b, row in enumerate(rows):
