@@ -318,6 +318,39 @@ def test_long_nonsense_is_refused_soon(grammars: Grammars, text: str) -> None:
     assert time.monotonic() - start < 10
 
 
+def definitions(count: int, of: Any) -> str:
+    """A schema whose definitions name the next each. of: one, by the name of its next."""
+    chain = {f"d{i}": of({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": {**chain, f"d{count}": {"type": "string"}}})
+
+
+CHAIN = range(9_000)
+MEMBER = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in CHAIN) + '\nr9000: "b"'
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint(kind="grammar", text=MEMBER),
+        Constraint(kind="grammar", text=MEMBER.replace("start: r0", "root ::= r0").replace(":", " ::=")),
+        Constraint(kind="grammar", text="\n".join(f'r{i}: r{i + 1} "a"' for i in CHAIN) + '\nr9000: "b"\nstart: r0'),
+        Constraint(kind="json_schema", text=definitions(20_000, lambda after: after)),
+        Constraint(kind="json_schema", text=definitions(5_000, lambda after: {"type": "array", "items": after})),
+        Constraint(kind="json_schema", text=definitions(5_000, lambda after: {"allOf": [after, after]})),
+        Constraint(
+            kind="json_schema",
+            text=definitions(5_000, lambda after: {"type": "object", "properties": {"a": after}, "required": ["a"]}),
+        ),
+    ],
+)
+def test_a_long_chain_of_rules_does_not_end_the_process(constraint: Constraint, grammars: Grammars) -> None:
+    try:
+        matcher = grammars.matcher(constraint, [9])
+    except InvalidRequestError:
+        return
+    assert allowed(matcher, []) or matcher.error
+
+
 def test_a_checkpoint_without_a_tokenizer_takes_no_constraints(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"regex: this checkpoint takes no constraints.*tokenizer\.json"):
         Grammars(tmp_path, vocab_size=512, eos_token_ids=(EOS,)).compile(Constraint(kind="regex", text="a"))
