@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _QUANTIFIER = re.compile(r"\{\d+(?:,\d*)?\}")
+_NAMED_GROUP = re.compile(r"\(\?<[A-Za-z_$][\w$]*>")
 _CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "D": "^0-9", "W": "^A-Za-z0-9_"}
 _DATE = r"[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
@@ -98,11 +99,11 @@ class _Reader:
         return "\\" + char if char in "{}]" else char
 
     def _group(self) -> str:
-        rest = self._pattern[self._at :]
-        named = re.match(r"\(\?<[A-Za-z_$][\w$]*>", rest)
-        opener = named.group() if named else "(?:" if rest.startswith("(?:") else "("
-        if opener == "(" and rest.startswith("(?"):
-            raise PatternError(f"{rest[:3]} is not supported")
+        named = _NAMED_GROUP.match(self._pattern, self._at)
+        start = self._pattern[self._at : self._at + 3]
+        opener = named.group() if named else "(?:" if start == "(?:" else "("
+        if opener == "(" and start.startswith("(?"):
+            raise PatternError(f"{start} is not supported")
         self._at += len(opener)
         return "(?:"
 

@@ -16,6 +16,7 @@ from msaserve.gateway.tool_schema import (
     MEMBERS,
     OF_ARRAYS,
     OF_OBJECTS,
+    Effort,
     NothingFitsError,
     Schema,
     SchemaError,
@@ -27,6 +28,7 @@ from msaserve.gateway.tool_schema import (
 from msaserve.gateway.tools import ToolUse
 from msaserve.lark import Literals, json_value, quoted, regex_terminal
 from msaserve.tokenizer import Tokenizer
+from msaserve.types import MAX_CONSTRAINT_CHARS
 
 # The marker as plain text would be read as one.
 _NO_MARKER = r"~/(.|\n)*\]<\]minimax\[>\[(.|\n)*/"
@@ -46,6 +48,43 @@ _MAX_ITEMS = 100_000
 _MAX_LEVELS = 64
 
 
+class _Rules:
+    """The rules of a grammar, which together are no longer than a constraint may be."""
+
+    def __init__(self, *rules: str) -> None:
+        self.all = list(rules)
+        self._names: dict[str, str] = {}
+        """By what they say, so that each is written once."""
+        self._num_chars = sum(map(len, rules))
+
+    def reserve(self, kind: str) -> str:
+        """The name of a rule that comes later: it may need itself."""
+        self.all.append("")
+        return f"{kind}_{len(self.all) - 1}"
+
+    def put(self, name: str, body: str) -> None:
+        """Of a name that was reserved. Raises InvalidRequestError."""
+        self._take(body)
+        self.all[int(name.rpartition("_")[2])] = f"{name}: {body}"
+
+    def named(self, kind: str, body: str) -> str:
+        """The name of the rule that says this. Raises InvalidRequestError."""
+        if body not in self._names:
+            name = self._names[body] = self.reserve(kind)
+            self.put(name, body)
+        return self._names[body]
+
+    def _take(self, body: str) -> None:
+        self._num_chars += len(body)
+        if self._num_chars > MAX_CONSTRAINT_CHARS:
+            raise InvalidRequestError(
+                f"the tools' schemas make a grammar of more than {MAX_CONSTRAINT_CHARS} characters, the most that are "
+                "taken",
+                param="tools",
+                code="unsupported_schema",
+            )
+
+
 class ToolGrammar:
     """Each tool's parameters in the order of its schema, those that are not required left out or not.
 
@@ -56,13 +95,12 @@ class ToolGrammar:
     def __init__(self, tools: ToolUse, tokenizer: Tokenizer) -> None:
         self._tools = tools
         self._literal = Literals(tokenizer.added_tokens)
-        self._rules = [
+        self._rules = _Rules(
             f"TEXT: {_TEXT}",
             rf"FREE: {_TEXT} & ~/<\/invoke>(.|\n)*/",
             f"free: ({self._literal(NS)} FREE)*",
-        ]
-        self._names: dict[str, str] = {}
-        """Rules by what they say, so that each is written once."""
+        )
+        self._effort = Effort()
 
     def rest(self) -> str | None:
         """Of an answer that begins with `ToolUse.prefix`. None where M3's marker is no token of its own.
@@ -85,7 +123,7 @@ class ToolGrammar:
         )
 
     def _grammar(self, start: str, *more: str) -> str:
-        return "\n".join([f"start: {start}", *more, *self._rules])
+        return "\n".join([f"start: {start}", *more, *self._rules.all])
 
     def _named(self) -> str | None:
         """The tool of which a call has been begun."""
@@ -96,9 +134,9 @@ class ToolGrammar:
         invokes = [
             f"{self._literal(f'<invoke name={quoted(name)}>')} {self._body(name)}" for name in self._tools.schemas
         ]
-        self._rules.append(f"call: {' | '.join(invokes)}")
-        more = f"(/\\s*/ {self._literal(NS)} call)*" if self._tools.is_parallel else ""
-        return f"call {more} {self._end()}"
+        call = self._rules.named("call", " | ".join(invokes))
+        more = f"(/\\s*/ {self._literal(NS)} {call})*" if self._tools.is_parallel else ""
+        return f"{call} {more} {self._end()}"
 
     def _end(self) -> str:
         return f"/\\s*/ {self._literal(f'{NS}</tool_call>')}"
@@ -108,7 +146,7 @@ class ToolGrammar:
         number = list(self._tools.schemas).index(name)
         param = f"tools[{number}].function.parameters"
         try:
-            arguments = _Arguments(self._tools.schemas[name], self._literal, self._rules, self._names).members()
+            arguments = _Arguments(self._tools.schemas[name], self._literal, self._rules, self._effort).members()
         except SchemaError as error:
             raise InvalidRequestError(
                 f"{param} of {name!r} cannot be enforced: {error}", param=param, code="unsupported_schema"
@@ -121,13 +159,12 @@ class ToolGrammar:
 class _Arguments:
     """One tool's arguments. `where` names a place in its schema, for errors."""
 
-    def __init__(self, schema: Any, literal: Literals, rules: list[str], names: dict[str, str]) -> None:
+    def __init__(self, schema: Any, literal: Literals, rules: _Rules, effort: Effort) -> None:
         self._schema = schema
-        self._reader = SchemaReader(schema)
+        self._reader = SchemaReader(schema, effort)
         self._parser = ToolSchema(schema)
         self._literal = literal
         self._rules = rules
-        self._names = names
         self._values: dict[str, str] = {}
         """The rules of this tool's schemas, by the schema. One may stand inside itself."""
 
@@ -142,7 +179,7 @@ class _Arguments:
         if len(alternatives) > 1:
             self._check_told_apart(alternatives, "parameters", by_key=True)
         form = self._union(self._top_level(one) for one in alternatives)
-        if not self._reader.is_finite(self._schema):
+        if not self._reader.is_finite(self._schema, "parameters"):
             raise SchemaError("parameters: a schema requires itself, so no value would ever end")
         return form
 
@@ -161,7 +198,7 @@ class _Arguments:
 
     def _members(self, schema: Schema, where: str, level: int, *, is_empty_apart: bool) -> str:
         """is_empty_apart: no member at all would be read as something else."""
-        required = schema.get("required", [])
+        required = set(schema.get("required", ()))
         terms: list[tuple[str, bool]] = []
         for key, inner in schema["properties"].items():
             place = f"{where}.{key}"
@@ -175,25 +212,23 @@ class _Arguments:
         if not is_empty_apart or any(is_required for _, is_required in terms):
             return self._rule(" ".join(t if is_required else f"({t})?" for t, is_required in terms))
         # The first member that is there, and any behind it.
-        forms = [" ".join([term, *(f"({t})?" for t, _ in terms[i + 1 :])]) for i, (term, _) in enumerate(terms)]
+        forms = (" ".join([term, *(f"({t})?" for t, _ in terms[i + 1 :])]) for i, (term, _) in enumerate(terms))
         return self._union(map(self._rule, forms))
 
     def _element(self, key: str, schema: Any, where: str, level: int) -> str:
         return f"{self._literal(f'{NS}<{key}>')} {self._value(schema, where, level)} {self._literal(f'{NS}</{key}>')}"
 
     def _value(self, schema: Any, where: str, level: int) -> str:
-        key = json.dumps(schema, sort_keys=True)
+        key = self._reader.name(schema, where)
         if key not in self._values:
             if level > _MAX_LEVELS:
                 raise SchemaError(f"{where}: nested more than {_MAX_LEVELS} deep")
-            name = self._values[key] = f"value_{len(self._rules)}"
-            self._rules.append("")  # its place: the rule may need itself
-            place = len(self._rules) - 1
+            name = self._values[key] = self._rules.reserve("value")
             try:
-                self._rules[place] = f"{name}: {self._alternatives(schema, where, level)}"
+                self._rules.put(name, self._alternatives(schema, where, level))
             except SchemaError:
                 del self._values[key]
-                self._rules[place] = f'{name}: ""'
+                self._rules.put(name, '""')
                 raise
         return self._values[key]
 
@@ -246,6 +281,8 @@ class _Arguments:
             raise SchemaError(f"{where}: a text here would be read as {' or '.join(read_as)}")
         forms = []
         for pattern in one.get("pattern", ()):
+            if len(pattern) > _MAX_LENGTH:
+                raise SchemaError(f"{where}: patterns of more than {_MAX_LENGTH} characters cannot be enforced")
             try:
                 forms.append(regex_terminal(whole(pattern)))
             except PatternError as error:
@@ -314,7 +351,8 @@ class _Arguments:
             form = f"{item}{{{rest},{'' if most is None else most - len(first)}}}"
         for i in reversed(range(min(len(first), len(first) if most is None else most))):
             element = self._element("item", first[i], f"{where}.prefixItems[{i}]", level + 1)
-            form = f"{element} {form}" if i < least else f"({element} {form})?"
+            form = self._rule(f"{element} {form}")  # a rule each: parentheses may not be nested as deep
+            form = form if i < least else f"({form})?"
         return self._rule(form or '""')
 
     def _check_told_apart(self, alternatives: list[Schema], where: str, *, by_key: bool) -> None:
@@ -359,16 +397,10 @@ class _Arguments:
         return distinct[0] if len(distinct) == 1 else f"({' | '.join(distinct)})"
 
     def _rule(self, body: str) -> str:
-        return self._named("part", body or '""')
+        return self._rules.named("part", body or '""')
 
     def _terminal(self, body: str) -> str:
-        return self._named("TEXT", body)
-
-    def _named(self, kind: str, body: str) -> str:
-        if body not in self._names:
-            self._names[body] = f"{kind}_{len(self._rules)}"
-            self._rules.append(f"{self._names[body]}: {body}")
-        return self._names[body]
+        return self._rules.named("TEXT", body)
 
 
 def _item(schema: Schema, number: int) -> Any:

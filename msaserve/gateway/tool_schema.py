@@ -13,6 +13,11 @@ from typing import Any
 from msaserve.gateway.parsers.schema import padded
 
 MAX_ALTERNATIVES = 64
+MAX_STEPS = 200_000
+"""Of reading the schemas of one request, some microseconds each: schemas that refer to each other can say in a
+kilobyte what takes hours to read."""
+_STEP_CHARS = 256
+"""Of a schema written as JSON: that takes as long as a step."""
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -39,11 +44,31 @@ class NothingFitsError(SchemaError):
     """No fault where the value may be left out."""
 
 
+class Effort:
+    """What reading the schemas of one request may still cost."""
+
+    def __init__(self, steps: int = MAX_STEPS) -> None:
+        self._left = steps
+
+    def spend(self, where: str, steps: int = 1) -> None:
+        """Raises SchemaError."""
+        self._left -= steps
+        if self._left < 0:
+            raise SchemaError(f"{where:.200}: the tools' schemas take more than {MAX_STEPS} steps to read")
+
+
 class SchemaReader:
     """The schemas inside one tool's parameters."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, effort: Effort) -> None:
         self.root = root
+        self._effort = effort
+
+    def name(self, schema: Any, where: str) -> str:
+        """The same for equal schemas. Raises SchemaError."""
+        text = json.dumps(schema, sort_keys=True)
+        self._effort.spend(where, 1 + len(text) // _STEP_CHARS)
+        return text
 
     def alternatives(self, schema: Any, where: str) -> list[Schema]:
         """Schemas without $ref, allOf, anyOf, oneOf, const and lists of types; at least one.
@@ -56,16 +81,27 @@ class SchemaReader:
             raise NothingFitsError(f"{where}: nothing fits this schema")
         return found
 
-    def is_finite(self, schema: Any, inside: tuple[str, ...] = ()) -> bool:
-        """Whether some value that fits comes to an end. inside: the schemas that stand around it."""
-        key = json.dumps(schema, sort_keys=True)
-        if key in inside:
-            return False
-        try:
-            alternatives = self.alternatives(schema, "")
-        except NothingFitsError:
-            return False
-        return any(all(self.is_finite(part, (*inside, key)) for part in _needed(one)) for one in alternatives)
+    def is_finite(self, schema: Any, where: str) -> bool:
+        """Whether some value that fits comes to an end. Raises SchemaError."""
+        forms: dict[str, list[list[str]]] = {}
+        """By the name of a schema: of each alternative the names of what its values must have inside."""
+        waiting = [schema]
+        while waiting:
+            one = waiting.pop()
+            name = self.name(one, where)
+            if name in forms:
+                continue
+            try:
+                needed = [_needed(alternative) for alternative in self.alternatives(one, where)]
+            except NothingFitsError:
+                needed = []
+            forms[name] = [[self.name(part, where) for part in parts] for parts in needed]
+            waiting += [part for parts in needed for part in parts]
+        ending: set[str] = set()
+        while more := [name for name in forms.keys() - ending if any(map(ending.issuperset, forms[name]))]:
+            ending.update(more)
+            self._effort.spend(where, len(forms))
+        return self.name(schema, where) in ending
 
     def resolve(self, reference: Any, where: str) -> Any:
         """What a reference within the schema names."""
@@ -83,6 +119,7 @@ class SchemaReader:
         return at
 
     def _expand(self, schema: Any, where: str, references: tuple[str, ...]) -> list[Schema]:
+        self._effort.spend(where)
         if schema is False:
             return []
         if schema is True:
@@ -109,11 +146,16 @@ class SchemaReader:
             if keyword == "allOf":
                 groups += expanded
                 continue
+            group = [one for part in expanded for one in part]
+            if len(group) > MAX_ALTERNATIVES:
+                raise SchemaError(f"{where}: there are more than {MAX_ALTERNATIVES} alternatives")
             if keyword == "oneOf":
+                self._effort.spend(where, len(group) ** 2 // 2)
                 _check_apart(expanded, where)
-            groups.append([one for part in expanded for one in part])
+            groups.append(group)
         found: list[Schema] = [{}]
         for group in groups:
+            self._effort.spend(where, len(found) * len(group))
             merged = (_merge(one, other, where) for one, other in itertools.product(found, group))
             found = [one for one in merged if one is not None]
             if len(found) > MAX_ALTERNATIVES:
@@ -127,8 +169,8 @@ class SchemaReader:
         own = {key: value for key, value in schema.items() if key in _ASSERTIONS}
         if "const" in schema:
             own["enum"] = [schema["const"]]
-            if "enum" in schema:
-                own["enum"] = [one for one in own["enum"] if any(same(one, other) for other in schema["enum"])]
+            if isinstance(schema.get("enum"), list):
+                own["enum"] = _in_both(own["enum"], schema["enum"])
         _check(own, where)
         kinds = own.pop("type", None)
         if kinds is None:
@@ -162,15 +204,25 @@ def _needed(one: Schema) -> list[Any]:
     return []
 
 
+def identity(value: Any) -> Any:
+    """Equal where two JSON values are, 1 and 1.0 but not true; can be hashed."""
+    if isinstance(value, bool):
+        return bool, value
+    if isinstance(value, list):
+        return list, tuple(map(identity, value))
+    if isinstance(value, dict):
+        return dict, frozenset((key, identity(inner)) for key, inner in value.items())
+    return value
+
+
 def same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal: 1 is 1.0 and not true."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return bool(one == other)
+    """Whether two JSON values are equal."""
+    return bool(identity(one) == identity(other))
+
+
+def _in_both(left: list[Any], right: list[Any]) -> list[Any]:
+    known = set(map(identity, right))
+    return [value for value in left if identity(value) in known]
 
 
 def type_of(value: Any) -> str:
@@ -242,7 +294,7 @@ def _merge(one: Schema, other: Schema, where: str) -> Schema | None:
                     return None
                 merged[key] = "integer"
         elif key == "enum":
-            merged[key] = [value for value in left if any(same(value, option) for option in right)]
+            merged[key] = _in_both(left, right)
         elif key in ("pattern", "format") or key == "required":
             merged[key] = list(dict.fromkeys([*left, *right]))
         elif key == "properties":
@@ -269,9 +321,9 @@ def _merge(one: Schema, other: Schema, where: str) -> Schema | None:
 def _close(merged: Schema, one: Schema, other: Schema) -> None:
     """Members that only the other names are additional ones of the first."""
     if "additionalProperties" in one and "properties" in other:
-        more = one["additionalProperties"]
-        for name in other["properties"].keys() - one.get("properties", {}).keys():
-            merged["properties"] = {**merged["properties"], name: {"allOf": [merged["properties"][name], more]}}
+        more, members = one["additionalProperties"], merged["properties"]
+        names = other["properties"].keys() - one.get("properties", {}).keys()
+        merged["properties"] = {**members, **{name: {"allOf": [members[name], more]} for name in names}}
 
 
 def _check_apart(parts: Sequence[list[Schema]], where: str) -> None:
@@ -293,8 +345,8 @@ def _are_apart(one: Schema, other: Schema) -> bool:
     ):
         return True
     for name in {*one.get("required", ())} & {*other.get("required", ())}:
-        options = [list(_constants(schema.get("properties", {}).get(name))) for schema in (one, other)]
-        if all(options) and not any(same(a, b) for a, b in itertools.product(*options)):
+        left, right = (list(_constants(schema.get("properties", {}).get(name))) for schema in (one, other))
+        if left and right and not _in_both(left, right):
             return True
     return False
 

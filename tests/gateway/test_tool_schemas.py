@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import time
 from typing import Any
 
 import numpy as np
@@ -271,6 +273,49 @@ def test_what_cannot_be_enforced_is_refused_by_name(parameters: Any, message: st
         grammar_of(parameters, tokenizer)
     assert "'f'" in str(caught.value)
     assert caught.value.param == "tools[0].function.parameters"
+
+
+def chain(form: Any) -> dict[str, Any]:
+    """Definitions each of which names the next twice, so that sixty mean 2^60 schemas. form: of one, by its next."""
+    definitions = {f"d{i}": form({"$ref": f"#/$defs/d{i + 1}"}) for i in range(60)}
+    return {**one({"$ref": "#/$defs/d0"}), "$defs": {**definitions, "d60": {"type": "string"}}}
+
+
+MANY = range(3000)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "refusal"),
+    [
+        (chain(lambda after: members(["a", "b"], a=after, b=after)), None),
+        (chain(lambda after: {"allOf": [after, after]}), "steps to read"),
+        (chain(lambda after: {"anyOf": [after, after]}), "more than 64 alternatives"),
+        (chain(lambda after: {"anyOf": [members(["a"], a=after), members(["b"], b=after)]}), None),
+        ({**one({"$ref": "#/$defs/a"}), "$defs": {"a": {"allOf": [members(["x"], x={"$ref": "#/$defs/a"})] * 2}}},
+         "steps to read"),
+        (one({"oneOf": [{"const": i} for i in MANY]}), "more than 64 alternatives"),
+        (one({"anyOf": [members([f"k{i}"], **{f"k{i}": {}}) for i in MANY]}), "more than 64 alternatives"),
+        (one({"allOf": [{"enum": list(MANY)}, {"enum": list(MANY)}]}), None),
+        (one({"enum": list(MANY), "const": 2999}), None),
+        (members([f"k{i}" for i in MANY], **{f"k{i}": {"type": "integer"} for i in MANY}), None),
+        (one({"allOf": [{"properties": {f"k{i}": {} for i in MANY}}, {"additionalProperties": True}]}), None),
+        (one({"type": ["object", "null"], "properties": {f"k{i}": {} for i in MANY}}), "characters"),
+        (members([], **{f"k{i}": {"minProperties": i, "additionalProperties": {"$ref": "#"}} for i in MANY}),
+         "characters"),
+        (one({"type": "string", "pattern": "(" * 90_000}), "has no )"),
+        (one({"type": "string", "pattern": "(" * 10_000_000}), "100000 characters"),
+        (one({"type": "array", "prefixItems": [{"type": "string"}] * 3000}), None),
+        (one({"type": "array", "prefixItems": [{}] * 300_000}), "characters"),
+    ],
+)  # fmt: skip
+def test_no_schema_takes_long(parameters: Any, refusal: str | None, grammars: Grammars, tokenizer: Tokenizer) -> None:
+    start = time.process_time()
+    if refusal is None:
+        grammars.compile(Constraint(kind="grammar", text=grammar_of(parameters, tokenizer)))
+    else:
+        with pytest.raises(InvalidRequestError, match=re.escape(refusal)):
+            grammar_of(parameters, tokenizer)
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize(
