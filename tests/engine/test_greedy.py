@@ -159,9 +159,14 @@ def test_geometry_in_chunks_after_a_hit(geometry: tuple[Engine, Output], chunk: 
     assert output.token_ids == greedy_tokens("geometry")
 
 
-@pytest.mark.parametrize("chunk", [16, 100])
-def test_geometry_in_chunks_cold(chunk: int) -> None:
-    engine = make_engine("geometry", num_pages=50, max_num_batched_tokens=chunk)
-    (output,) = run(engine, [request("whole", greedy_prompt("geometry"))])
-    assert output.num_cached_tokens == 0
-    assert output.token_ids == greedy_tokens("geometry")
+def test_geometry_in_chunks_cold() -> None:
+    """In chunks of 100, and of 16 from before the seventeenth block, where selection begins, to behind it."""
+    engine = make_engine("geometry", num_pages=50)
+    scheduler = engine.scheduler
+    (sequence,) = engine.add(request("whole", greedy_prompt("geometry")))
+    while engine.has_work():
+        chunk = 16 if 1900 <= sequence.num_computed_tokens < 2400 else 100
+        scheduler.config = dataclasses.replace(scheduler.config, max_num_batched_tokens=chunk)
+        engine.step()
+    assert sequence.num_cached_tokens == 0
+    assert sequence.output_token_ids == greedy_tokens("geometry")

@@ -201,7 +201,7 @@ class Play:
         running = [r for r in self.requests.values() if r.status is RequestStatus.RUNNING]
         had_work = scheduler.has_work()
         plan = scheduler.schedule()
-        if rng is None or rng.random() < 0.5:
+        if rng is not None and rng.random() < 0.5:
             scheduler.check_integrity()  # with the step in flight
         assert bool(plan.rows) == had_work
         if any(r.status is RequestStatus.PREEMPTED for r in running):

@@ -172,8 +172,12 @@ def test_invalid_config_says_what(tmp_path: Path, change: Callable[[dict[str, An
 ODD_VALUES = [None, "x", "", -1, 0, 1, 1.5, [], [1], [None], {}, {"a": 1}, True, False, 10**30, math.nan, math.inf]
 
 
-def test_every_field_of_another_type_is_read_or_refused(tmp_path: Path) -> None:
+def test_every_field_of_another_type_is_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No value of any field, and of none that is optional, brings another error than ours."""
+    config: dict[str, Any] = tiny_config()
+    read(tmp_path, config)
+    # Thousands of files would take seconds.
+    monkeypatch.setattr("msaserve.config.read_json", lambda path: config if path.name == "config.json" else {})
     optional = {"rope_parameters": None, "rope_scaling": None, "img_token_compression_config": None}
     num_refused = 0
     for spelled in (tiny_config(), released_spelling(tiny_config())):
@@ -183,7 +187,7 @@ def test_every_field_of_another_type_is_read_or_refused(tmp_path: Path) -> None:
                 config = copy.deepcopy(spelled)
                 (config if section is None else config[section])[field] = value
                 try:
-                    read(tmp_path, config)
+                    ModelConfig.from_checkpoint(tmp_path)
                 except CheckpointError:
                     num_refused += 1
     assert num_refused > 500
