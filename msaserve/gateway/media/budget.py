@@ -26,13 +26,14 @@ class ByteBudget:
         entry = (size, place)
         self._waiting.append(entry)
         try:
-            await asyncio.wait_for(asyncio.shield(place), self._max_wait_s)
-        except asyncio.TimeoutError as error:
-            self._give_up(entry)
-            raise BusyError(f"other requests filled {self.limit} bytes for {self._max_wait_s:g} s") from error
+            # Not wait_for: it swallows a cancellation that comes in the moment of admission (until Python 3.12).
+            await asyncio.wait({place}, timeout=self._max_wait_s)
         except asyncio.CancelledError:
             self._give_up(entry)
             raise
+        if not place.done():
+            self._give_up(entry)
+            raise BusyError(f"other requests filled {self.limit} bytes for {self._max_wait_s:g} s")
 
     def release(self, size: int) -> None:
         self.used -= size

@@ -44,6 +44,7 @@ _HEADERS = [
     (b"Accept-Encoding", b"identity"),
     (b"User-Agent", b"msaserve"),
 ]
+_MAX_URL_CHARS = 8192
 _SAFE_PATH = "/%:=&?~#+!$,;'@()*[]"
 
 
@@ -116,6 +117,11 @@ class Fetcher:
 
     def _check_url(self, url: str, *, is_redirect: bool) -> None:
         where = "a redirect leads to " if is_redirect else ""
+        if len(url) > _MAX_URL_CHARS:
+            raise InvalidRequestError(
+                f"{where}a URL of {len(url)} characters; at most {_MAX_URL_CHARS} are taken: {_shorten(url)}",
+                code="media_url",
+            )
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port

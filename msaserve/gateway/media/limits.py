@@ -22,7 +22,7 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_item_bytes: int = 2048 * MIB
     """uint8 patches of one item."""
     max_inflight_bytes: int = 8192 * MIB
-    """Encoded files and float32 patches of all requests that are being prepared. One request above it is refused."""
+    """Encoded files and patches of all requests, until they are answered. One request above it is refused."""
     max_wait_s: float = 30.0
     """How long a request waits for room (in bytes or for a process) before it is told to come back."""
     max_cache_bytes: int = 256 * MIB

@@ -129,14 +129,16 @@ class MediaPipeline:
             InvalidRequestError: the prompt's placeholders are not the items'.
             TooLargeError, BusyError: no room for their patches.
         """
-        expanded = expand(token_ids, items, self.spec, tokenizer)
-        await lease.add(sum((1 if as_pixels else 4) * item.patches.nbytes for item in items))
-        return expanded.token_ids, await asyncio.to_thread(self._items, items, expanded.spans, as_pixels)
+        if not as_pixels:
+            await lease.add(sum(4 * item.patches.nbytes for item in items))
+        # In a thread: a clip's time stamps and markers are over a thousand texts to tokenise.
+        return await asyncio.to_thread(self._place, items, token_ids, tokenizer, as_pixels)
 
-    def _items(
-        self, items: Sequence[Prepared], spans: Sequence[tuple[int, int]], as_pixels: bool
-    ) -> tuple[MediaItem, ...]:
-        return tuple(
+    def _place(
+        self, items: Sequence[Prepared], token_ids: Sequence[int], tokenizer: Tokenizer, as_pixels: bool
+    ) -> tuple[list[int], tuple[MediaItem, ...]]:
+        expanded = expand(token_ids, items, self.spec, tokenizer)
+        placed = tuple(
             MediaItem(
                 modality=item.modality,
                 patches=item.patches if as_pixels else normalize(item.patches, self.spec),
@@ -145,8 +147,9 @@ class MediaPipeline:
                 length=length,
                 content_hash=item.content_hash,
             )
-            for item, (offset, length) in zip(items, spans, strict=True)
+            for item, (offset, length) in zip(items, expanded.spans, strict=True)
         )
+        return expanded.token_ids, placed
 
     async def _prepare(self, part: MediaPart, lease: Lease, places: asyncio.Semaphore) -> Prepared:
         with _Located(part):
@@ -154,7 +157,9 @@ class MediaPipeline:
                 async with places:
                     with self.stages.stage(part.modality, "fetch"):
                         data = await self._fetcher.fetch(part.url, part.modality, lease)
-                return await self._pool.prepare(part.modality, data, part.hints)
+                item = await self._pool.prepare(part.modality, data, part.hints)
+                await lease.add(item.patches.nbytes)
+                return item
             except MsaserveError:
                 self.stages.count(part.modality, "refused")
                 raise

@@ -88,6 +88,8 @@ class MediaPool:
             flight.num_waiting -= 1
             if flight.num_waiting == 0 and not flight.has_begun:
                 flight.task.cancel()
+                # At once, not when it has ended: who asks meanwhile must not wait for what was given up.
+                self._land(flight, key)
 
     @property
     def cache_bytes(self) -> int:
@@ -132,6 +134,10 @@ class MediaPool:
             self._recent.put(key, item)
             return item
         finally:
+            self._land(flight, key)
+
+    def _land(self, flight: _Flight, key: _Key) -> None:
+        if self._flights.get(key) is flight:
             del self._flights[key]
 
     async def _run_in_process(self, job: Job, data: bytes) -> Prepared:

@@ -26,6 +26,8 @@ def expand(token_ids: Sequence[int], items: Sequence[Prepared], spec: ModelSpec,
         InvalidRequestError: the template left a part out, or moved it.
     """
     placeholders = {m: _ids(tokens, tokenizer) for m, tokens in spec.placeholders.items()}
+    ids_of: dict[str, list[int]] = {}
+    """Of texts: the same markers stand around every frame."""
     result: list[int] = []
     spans: list[tuple[int, int]] = []
     position = 0
@@ -36,7 +38,9 @@ def expand(token_ids: Sequence[int], items: Sequence[Prepared], spec: ModelSpec,
         result += token_ids[position:start]
         offset = len(result)
         for text, repeats in spec.expand(items[number]):
-            result += tokenizer.encode(text) * repeats
+            if text not in ids_of:
+                ids_of[text] = tokenizer.encode(text)
+            result += ids_of[text] * repeats
         spans.append((offset, len(result) - offset))
         position = start + len(placeholders[modality])
     if len(spans) != len(items):

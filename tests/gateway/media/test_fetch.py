@@ -188,6 +188,8 @@ async def test_unreachable() -> None:
         "http://user:pass@example.com/",
         "//example.com/x.png",
         "http://" + "a" * 70 + ".com/",
+        "http://example.com/" + "a" * 50_000_000,
+        "http://" + "é." * 1_000_000 + "com/",
     ],
 )
 async def test_malformed_addresses(url: str) -> None:

@@ -127,6 +127,24 @@ async def test_nobody_waiting_frees_a_place_in_the_queue(pool: MediaPool) -> Non
     await asyncio.gather(*running)
 
 
+async def test_who_asks_while_the_only_other_goes_is_served(pool: MediaPool) -> None:
+    running = [
+        asyncio.ensure_future(pool.prepare("image", picture(40 + i, hostile_spec.SLOW), Hints())) for i in range(2)
+    ]
+    await asyncio.sleep(0.05)
+    first = asyncio.ensure_future(pool.prepare("image", picture(50), Hints()))
+    await asyncio.sleep(0.05)
+    first.cancel()
+    others = []
+    for _ in range(5):  # its preparation takes some turns of the event loop to be given up
+        others.append(asyncio.ensure_future(pool.prepare("image", picture(50), Hints())))
+        await asyncio.sleep(0)
+    assert [item.grid_thw for item in await asyncio.gather(*others)] == [(1, 4, 6)] * 5
+    assert first.cancelled()
+    await asyncio.gather(*running)
+    assert not pool._flights
+
+
 async def test_a_full_pool_sends_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(hostile_spec.__file__).parent))
     pool = MediaPool(SOURCE, MediaLimits(max_wait_s=0.05), num_processes=1)

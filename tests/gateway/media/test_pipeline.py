@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from samples import TINY, clip, data_url, picture
 
 from msaserve.errors import InvalidRequestError, TooLargeError
+from msaserve.gateway.media.budget import ByteBudget
 from msaserve.gateway.media.limits import MediaLimits
 from msaserve.gateway.media.pipeline import MediaPart, MediaPipeline, parse_part
 from msaserve.gateway.media.prepare import prepare
-from msaserve.gateway.media.spec import Hints, find_spec, normalize
+from msaserve.gateway.media.spec import Hints, Prepared, find_spec, normalize
 from msaserve.gateway.media.specs.minimax_m3 import MiniMaxM3Spec
 from msaserve.tokenizer import Tokenizer
 
@@ -102,6 +104,51 @@ async def test_a_request_over_the_budget() -> None:
         with pytest.raises(TooLargeError):
             await media.place(items, TOKENIZER.encode("]<]image[>["), TOKENIZER, lease)
     await media.close()
+
+
+async def test_what_is_prepared_counts_at_once() -> None:
+    media = pipeline(max_inflight_bytes=200_000)
+    parts = [IMAGE._replace(url=data_url(picture(seed=i))) for i in range(100)]
+    async with media.lease() as lease:
+        with pytest.raises(TooLargeError):
+            await media.prepare(parts, lease)
+        assert lease.size <= 200_000
+    assert media._pool.cache_bytes < 300_000
+    assert media.bytes_in_flight == 0
+    await media.close()
+
+
+async def test_cancelled_in_the_moment_of_admission() -> None:
+    budget = ByteBudget(10, max_wait_s=5)
+    await budget.reserve(10)
+    waiting = asyncio.ensure_future(budget.reserve(4))
+    await asyncio.sleep(0)
+    budget.release(10)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert budget.used == 0
+
+
+async def test_a_prompt_is_not_expanded_in_the_event_loop(
+    media: MediaPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = tuple(float(i) for i in range(768))
+    item = Prepared("video", np.zeros((384 * 16, 1176), np.uint8), (384, 4, 4), times, b"")
+    prompt = TOKENIZER.encode("]<]video[>[") * 2
+    calls: list[tuple[str, bool]] = []
+    encode = Tokenizer.encode
+
+    def encode_noted(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        calls.append((text, threading.current_thread() is threading.main_thread()))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode_noted)
+    async with media.lease() as lease:
+        token_ids, _ = await media.place([item] * 2, prompt, TOKENIZER, lease, as_pixels=True)
+    assert token_ids.count(511) == 2 * 384 * 4
+    assert not any(is_main for _, is_main in calls)
+    assert len(calls) < 400  # each text once
 
 
 def test_parse_part() -> None:
