@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 DUMMY_PAGE = 0
@@ -37,8 +38,8 @@ class BlockPool:
         self._ref_counts = [0] * num_pages
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
         self._kept: set[int] = set()
-        # A dict keeps insertion order: its first key is the least recently used page.
-        self._cached: dict[int, None] = {}
+        # The first is the least recently used. In a plain dict the first is found behind all that were deleted there.
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_usable_pages(self) -> int:
@@ -132,8 +133,7 @@ class BlockPool:
         return self._free.pop()
 
     def _pop_cached(self) -> int:
-        page = next(iter(self._cached))
-        del self._cached[page]
+        page, _ = self._cached.popitem(last=False)
         self._kept.remove(page)
         if self._on_evict is not None:
             self._on_evict(page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from hypothesis import settings
@@ -60,6 +61,18 @@ def test_free_pages_go_before_cached_ones() -> None:
     assert sorted(pool.allocate(2)) == sorted(cached)
     assert sorted(evicted) == sorted(cached)
     assert pool.num_cached_pages == 0
+
+
+def test_an_eviction_costs_the_same_however_many_there_were() -> None:
+    pool = BlockPool(40_001)
+    pages = pool.allocate(40_000)
+    cache_pages(pool, pages)
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        pool.allocate(2_000)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds[-5:]) < 5 * min(seconds[:5])
 
 
 def test_eviction_is_least_recently_used_first_and_deepest_first() -> None:
