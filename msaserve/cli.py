@@ -21,6 +21,7 @@ from msaserve.config import EngineConfig, KVCacheDtype, ModelConfig
 from msaserve.errors import CheckpointError, InvalidRequestError, MsaserveError
 from msaserve.eval.command import Eval
 from msaserve.gateway.command import Gateway
+from msaserve.interrupt import INTERRUPTED
 from msaserve.serve import Serve
 from msaserve.worker.command import Worker
 
@@ -182,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MsaserveError as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -213,7 +214,3 @@ def _fail(message: str, code: int) -> int:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:,.2f} MiB"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,6 +13,7 @@ from msaserve.config import EngineConfig, GenerationDefaults, ModelConfig
 from msaserve.errors import InvalidRequestError
 from msaserve.gateway.command import Gateway, HttpOptions
 from msaserve.gateway.media.options import MediaOptions
+from msaserve.interrupt import NotedInterrupt
 from msaserve.loop import run_loop
 
 if TYPE_CHECKING:
@@ -54,9 +55,9 @@ class Serve:
         name = self.http.served_model_name or self.checkpoint.resolve().name
         # The worker imports and loads while this process does the same with its part.
         endpoint = self.http.otlp_traces_endpoint
-        with self._worker(name) as worker:
+        with NotedInterrupt() as interrupt, self._worker(name) as worker:
             if http.processes > 1:
-                return self._supervise(worker, replace(http, served_model_name=name), listener)
+                return self._supervise(worker, replace(http, served_model_name=name), listener, interrupt)
             from msaserve.gateway.app import create_app
             from msaserve.gateway.chat import ChatTemplate
             from msaserve.gateway.grpc_client import GrpcClient
@@ -65,14 +66,16 @@ class Serve:
             from msaserve.observe.trace import make_tracer
             from msaserve.tokenizer import Tokenizer
 
+            interrupt.check()
             # All that blocks stands outside the event loop, which would put a Ctrl-C off.
             tokenizer, template = Tokenizer.load(self.checkpoint), ChatTemplate.load(self.checkpoint)
             settings = settings_of(self.http, name, defaults)
             media = self.media.pipeline(self.checkpoint)
             tracer = make_tracer("gateway", endpoint)
-            address = worker.wait_ready()
+            address = worker.wait_ready(interrupt.check)
 
             async def serve() -> None:
+                interrupt.check()
                 files = {"config.json": (self.checkpoint / "config.json").read_bytes()}
                 client = GrpcClient(address, files=files, tracer=tracer)
                 try:
@@ -94,13 +97,20 @@ class Serve:
                 tracer.close()
         return 0
 
-    def _supervise(self, worker: WorkerProcess | VllmProcess, http: HttpOptions, listener: socket.socket) -> int:
+    def _supervise(
+        self,
+        worker: WorkerProcess | VllmProcess,
+        http: HttpOptions,
+        listener: socket.socket,
+        interrupt: NotedInterrupt,
+    ) -> int:
         """Several gateway processes before the worker, as `msaserve gateway` has them."""
         from msaserve.gateway.processes.supervisor import Supervisor
 
-        options = Gateway(worker=(worker.wait_ready(),), http=http, media=self.media)
+        options = Gateway(worker=(worker.wait_ready(interrupt.check),), http=http, media=self.media)
 
         async def serve() -> None:
+            interrupt.check()
             await Supervisor(options, http.processes, listener).run(worker.death())
 
         run_loop(serve())

@@ -234,7 +234,7 @@ def test_a_reader_that_has_read_enough(arguments: list[str]) -> None:
     """As `msaserve serve --help | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "msaserve.cli", *arguments]
+    command = [sys.executable, "-m", "msaserve", *arguments]
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(writer)
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")

@@ -83,7 +83,7 @@ async def measure(options: BesideOptions) -> None:
     engine = Engine.from_checkpoint(options.checkpoint, EngineConfig(kv_cache_gib=0.05), show_progress=False)
     server = WorkerServer(AsyncEngine(engine), ServedModel.of(engine))
     address = f"grpc://127.0.0.1:{await server.start('127.0.0.1:0')}"
-    ours = [sys.executable, "-m", "msaserve.cli", "gateway", "--worker", address, "--port", str(PORTS[OURS])]
+    ours = [sys.executable, "-m", "msaserve", "gateway", "--worker", address, "--port", str(PORTS[OURS])]
     ours += ["--processes", str(options.processes)]
     theirs = [str(SMG), "launch", "--host", "127.0.0.1", "--port", str(PORTS[THEIRS]), "--worker-urls", address]
     theirs += ["--policy", "round_robin", "--prometheus-host", "127.0.0.1", "--prometheus-port", "18703"]

@@ -59,7 +59,7 @@ class Process:
 
     def __init__(self, pattern: str, *arguments: str) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "msaserve.cli", *arguments],
+            [sys.executable, "-m", "msaserve", *arguments],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,

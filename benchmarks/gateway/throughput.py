@@ -157,7 +157,7 @@ class Front:
 
 
 def commands(options: Options, addresses: list[str]) -> dict[str, list[str]]:
-    ours = [sys.executable, "-m", "msaserve.cli", "gateway", "--worker", *addresses, "--policy", "round_robin"]
+    ours = [sys.executable, "-m", "msaserve", "gateway", "--worker", *addresses, "--policy", "round_robin"]
     ours += options.gateway_options.split()
     names = {f"msaserve, {n} process{'es' * (n > 1)}": [*ours, "--processes", str(n)] for n in options.processes}
     commands = {name: [*line, "--port", str(FIRST_PORT + number)] for number, (name, line) in enumerate(names.items())}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import sys
 from dataclasses import dataclass, field, replace
@@ -108,7 +107,7 @@ class Gateway:
         if self.check:
             from msaserve.gateway.launch import check
 
-            return asyncio.run(check(self))
+            return run_loop(check(self))
         listener = self.http.listen()
         options = replace(self, http=self.http.at(listener))
         if self.http.processes > 1:

@@ -58,7 +58,8 @@ class Answer(msgspec.Struct, omit_defaults=True):
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may come to all processes; who started this one decides
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # they may come to all processes; who started this one decides
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     configure_logging(access_log=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +24,7 @@ from msaserve.worker.child import Answer, Task
 
 _END_SECONDS = 10.0
 """For a worker that was asked to end; then it is killed."""
+_CHECK_SECONDS = 0.1
 
 
 class WorkerProcess:
@@ -50,8 +53,8 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._popen.pid
 
-    def wait_ready(self) -> str:
-        """Wait for the weights; returns its address.
+    def wait_ready(self, check: Callable[[], None] = lambda: None) -> str:
+        """Wait for the weights; returns its address. check: called meanwhile; what it raises ends the wait.
 
         Raises:
             CheckpointError, InvalidRequestError, AddressError: what it raised.
@@ -59,6 +62,8 @@ class WorkerProcess:
             EngineError: it died.
         """
         assert self._popen.stdout is not None
+        while not select.select([self._popen.stdout], [], [], _CHECK_SECONDS)[0]:
+            check()
         line = self._popen.stdout.readline()
         if not line:
             raise EngineError(f"the worker died before it was ready: {_how(self._popen.wait())}")

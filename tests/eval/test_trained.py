@@ -118,7 +118,7 @@ def server() -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "msaserve.cli", "serve", str(CHECKPOINT), "--port", str(port)]
+    command = [sys.executable, "-m", "msaserve", "serve", str(CHECKPOINT), "--port", str(port)]
     for name, value in OPTIONS.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     process = subprocess.Popen(

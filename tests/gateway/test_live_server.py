@@ -30,7 +30,7 @@ TEXT = "/v1/completions"
 COMMAND = (
     sys.executable,
     "-m",
-    "msaserve.cli",
+    "msaserve",
     "serve",
     str(TINY),
     "--max-model-len",

@@ -62,7 +62,7 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def served(environment: dict[str, str], checkpoint: Path) -> Iterator[tuple[str, subprocess.Popen[str], int]]:
     """(URL, the server, vLLM's process id)."""
-    command = [sys.executable, "-m", "msaserve.cli", "serve", str(checkpoint), "--engine", "vllm", "--port", "0"]
+    command = [sys.executable, "-m", "msaserve", "serve", str(checkpoint), "--engine", "vllm", "--port", "0"]
     command += ["--served-model-name", "m3", "--vllm-args=--max-model-len 4096"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -113,14 +113,14 @@ def test_its_death_ends_the_server(served: tuple[str, subprocess.Popen[str], int
     ],
 )
 def test_what_cannot_be(given: list[str], reason: str) -> None:
-    command = [sys.executable, "-m", "msaserve.cli", "serve", str(TINY), "--port", "0", *given]
+    command = [sys.executable, "-m", "msaserve", "serve", str(TINY), "--port", "0", *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert reason in done.stderr
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "msaserve.cli", "serve", str(tmp_path), "--port", "0", "--engine", "vllm"]
+    command = [sys.executable, "-m", "msaserve", "serve", str(tmp_path), "--port", "0", "--engine", "vllm"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "config.json is missing: not a checkpoint directory" in done.stderr

@@ -23,7 +23,7 @@ class Process:
 
     def __init__(self, *arguments: str) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "msaserve.cli", *arguments],
+            [sys.executable, "-m", "msaserve", *arguments],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

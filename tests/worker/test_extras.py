@@ -84,7 +84,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run("-m", "msaserve.cli", *arguments)
+    return run("-m", "msaserve", *arguments)
 
 
 def last_error(result: subprocess.CompletedProcess[str]) -> str:

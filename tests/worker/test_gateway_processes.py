@@ -334,7 +334,7 @@ def test_when_none_can_be_started_any_more() -> None:
 
 
 def test_refused_counts() -> None:
-    command = [sys.executable, "-m", "msaserve.cli", "gateway", "--worker", "grpc://a:1", "--processes", "0"]
+    command = [sys.executable, "-m", "msaserve", "gateway", "--worker", "grpc://a:1", "--processes", "0"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert result.returncode == 2
     assert "processes must be at least 1" in result.stderr

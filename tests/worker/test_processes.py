@@ -107,7 +107,7 @@ async def test_two_workers_and_one_dies(http: httpx.AsyncClient) -> None:
             again = await http.post(f"{url}/v1/completions", json=completion())
             assert again.status_code == 200, again.text
         assert (await http.get(f"{url}/ready")).status_code == 200
-        command = [sys.executable, "-m", "msaserve.cli", "gateway", "--worker", *addresses, "--check"]
+        command = [sys.executable, "-m", "msaserve", "gateway", "--worker", *addresses, "--check"]
         result = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=SECONDS)
         assert result.returncode == 1  # one of the two cannot be reached
         for words in (*addresses, "tiny (minimax_m3_vl)", "4,096 tokens", "pages of 16", "cannot be used", "prefix"):

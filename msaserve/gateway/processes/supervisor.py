@@ -60,7 +60,10 @@ _EXIT_SECONDS = 5.0
 
 
 class Supervisor:
-    """Runs several gateway processes behind a bound socket, until SIGTERM or SIGINT; a second signal kills them."""
+    """Runs several gateway processes behind a bound socket, until SIGTERM or SIGINT; a second signal kills them.
+
+    Before they are ready SIGINT is not its own (`run_loop` cancels it), and SIGTERM kills them.
+    """
 
     def __init__(self, options: Gateway, num_processes: int, listener: socket.socket) -> None:
         self._options = options
@@ -86,8 +89,7 @@ class Supervisor:
             EngineError: one died before it was ready; none can be started any more; `failure`.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, number)
+        loop.add_signal_handler(signal.SIGTERM, self._stop, signal.SIGTERM)
         failed: asyncio.Future[str] = failure or loop.create_future()
         keeping = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
         stopped = asyncio.create_task(self._is_stopping.wait())
@@ -96,6 +98,7 @@ class Supervisor:
             ends: list[asyncio.Future[Any]] = [stopped, failed, *keeping]
             await asyncio.wait([ready, *ends], return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
+                loop.add_signal_handler(signal.SIGINT, self._stop, signal.SIGINT)
                 self._listener.listen(_BACKLOG)
                 self._listener.setblocking(False)
                 self._accept_again()
@@ -105,7 +108,8 @@ class Supervisor:
             if raised is not None:
                 raise raised
             reason = failed.result() if failed.done() else None
-            await self._end(reason, keeping)
+            if ready.done():
+                await self._end(reason, keeping)
             if reason is not None:
                 raise EngineError(reason)
         finally:

@@ -91,13 +91,17 @@ class VllmProcess:
     def pid(self) -> int:
         return self._popen.pid
 
-    def wait_ready(self) -> str:
+    def wait_ready(self, check: Callable[[], None] = lambda: None) -> str:
         """Wait until it listens, which it does once the model is loaded; returns its address.
+
+        Args:
+            check: called meanwhile; what it raises ends the wait.
 
         Raises:
             EngineError: it died.
         """
         while True:
+            check()
             code = self._popen.poll()
             if code is not None:
                 raise EngineError(f"vLLM ended before it was ready: {_how(code)}")
