@@ -9,6 +9,8 @@ from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from llguidance import LLMatcher
+
 from msaserve.engine.engine import Engine
 from msaserve.engine.request import Request
 from msaserve.engine.scheduler import RequestOutput
@@ -34,8 +36,10 @@ class _Pending:
 class _Stream:
     """One request's way from the engine's thread (`put`, then `wake` on the reader's loop) to its reader (`take`)."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, compiled: LLMatcher | None) -> None:
         self.request = request
+        self.compiled = compiled
+        """Of its constraint."""
         self.loop = asyncio.get_running_loop()
         self.refusal: Exception | None = None
         """Why the engine did not take it; set before `wake`, instead of a `put`."""
@@ -117,10 +121,11 @@ class AsyncEngine:
         """
         if self._is_draining or self._is_closing:
             raise OverloadedError("the engine is shutting down and takes no new request")
+        compiled = None
         if request.sampling.constraint is not None:
             request.sampling.validate(vocab_size=self.info.vocab_size)
-            await asyncio.to_thread(self._engine.grammars.compile, request.sampling.constraint)
-        stream = _Stream(request)
+            compiled = await asyncio.to_thread(self._engine.grammars.compile, request.sampling.constraint)
+        stream = _Stream(request, compiled)
         if not self._submit(lambda: self._add(stream)):
             raise EngineError(self._failure or "the engine is closed")
         num_open = request.sampling.n
@@ -231,7 +236,7 @@ class AsyncEngine:
                 raise EngineError(self._failure or "the engine is closed")
             if request_id in self._streams:
                 raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
-            stream.sequences = self._engine.add(stream.request)
+            stream.sequences = self._engine.add(stream.request, stream.compiled)
         except Exception as error:  # one request's fault, whatever it is, is not the others'
             stream.refusal = error
             _call(stream.loop, stream.wake)

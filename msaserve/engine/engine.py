@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from llguidance import LLMatcher
 
 from msaserve import env
 from msaserve.cache.kv import KVCache
@@ -126,10 +127,10 @@ class Engine:
             seed=config.seed,
         )
 
-    def add(self, request: GenerateRequest) -> list[Request]:
+    def add(self, request: GenerateRequest, compiled: LLMatcher | None = None) -> list[Request]:
         """Queue a request: one sequence for each of its n outputs, in order; output i has seed + i.
 
-        A constraint that `grammars.compile` has not seen is compiled first.
+        compiled: what `grammars.compile` made of its constraint; None: it is compiled first.
 
         Raises:
             InvalidRequestError: it can never be served. Nothing of it is queued.
@@ -143,6 +144,8 @@ class Engine:
         for item in request.media:
             check_media(item, request.prompt_token_ids, self.config)
         constraint = sampling.constraint
+        if constraint is not None and compiled is None:
+            compiled = self.grammars.compile(constraint)
         seed = self._rng.getrandbits(63) if sampling.seed is None else sampling.seed
         sequences: list[Request] = []
         try:
@@ -154,7 +157,9 @@ class Engine:
                     media=request.media,
                     cache_salt=request.cache_salt,
                     seed=seed + i,
-                    matcher=None if constraint is None else self.grammars.matcher(constraint, request.prompt_token_ids),
+                    matcher=None
+                    if constraint is None
+                    else self.grammars.matcher(constraint, request.prompt_token_ids, compiled),
                 )
                 self.scheduler.add(sequence, like=sequences[0] if sequences else None)
                 sequences.append(sequence)

@@ -120,18 +120,23 @@ class Grammars:
         self._vocabulary: _Vocabulary | None = None
         self._compiled: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
 
-    def compile(self, constraint: Constraint) -> None:
-        """Have `matcher` find it ready. May take seconds, and leaves the interpreter to other threads meanwhile.
+    def compile(self, constraint: Constraint) -> LLMatcher:
+        """What `matcher` begins with. May take seconds, and leaves the interpreter to other threads meanwhile.
 
         Raises:
             InvalidRequestError: it is not a valid schema, expression or grammar, or the checkpoint has no tokenizer;
                 names the field.
         """
-        self._get(constraint)
+        return self._get(constraint)
 
-    def matcher(self, constraint: Constraint, prompt_token_ids: Sequence[int]) -> Matcher:
-        """For one output. Raises what `compile` raises."""
-        compiled = self._get(constraint)
+    def matcher(
+        self, constraint: Constraint, prompt_token_ids: Sequence[int], compiled: LLMatcher | None = None
+    ) -> Matcher:
+        """For one output. Raises what `compile` raises.
+
+        compiled: what `compile` returned for it; who holds it need not fear that it was forgotten since.
+        """
+        compiled = compiled or self._get(constraint)
         with self._lock:
             copy = compiled.deep_copy()
         assert self._vocabulary is not None

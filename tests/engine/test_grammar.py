@@ -155,6 +155,27 @@ def test_outputs_of_one_request_are_followed_each_by_itself() -> None:
         assert alone.token_ids == sequence.output_token_ids
 
 
+async def test_the_engines_thread_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when so many other constraints came in between that it was forgotten."""
+    built: list[str] = []
+    original = grammar._grammar
+    monkeypatch.setattr(grammar, "_grammar", lambda c, v: (built.append(c.text), original(c, v))[1])
+    monkeypatch.setattr(grammar, "MAX_COMPILED", 1)
+    threaded = AsyncEngine(make_engine())
+    submit = threaded._submit
+
+    def compile_another_first(command: Any) -> bool:
+        threaded._engine.grammars.compile(Constraint(kind="regex", text="b"))
+        return submit(command)
+
+    monkeypatch.setattr(threaded, "_submit", compile_another_first)
+    asked = request("r", [9], n=2, constraint=Constraint(kind="regex", text="a"), ignore_eos=False, max_tokens=4)
+    events = [event async for event in threaded.generate(asked)]
+    assert [event.finish_reason for event in events if event.finish_reason] == ["stop", "stop"]
+    assert built == ["a", "b"]
+    await threaded.close()
+
+
 def test_abort_in_the_middle_leaves_the_others_as_they_are() -> None:
     engine = make_engine()
     (first,) = engine.add(constrained("schema", "a", greedy_prompt("tiny")))
@@ -408,7 +429,7 @@ def _row(output: list[int], matcher: Matcher | None) -> PlanRow:
 async def test_compiling_does_not_hold_up_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     original = Engine.add
-    monkeypatch.setattr(Engine, "add", lambda self, r: (gate.set(), original(self, r))[1])
+    monkeypatch.setattr(Engine, "add", lambda self, *args: (gate.set(), original(self, *args))[1])
     compiled_in: list[str] = []
     compile_it = Grammars._compile
 
