@@ -1,0 +1,403 @@
+"""The command that runs all that needs a card, with jobs that need none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.card import __main__ as card
+from benchmarks.card.jobs import JOBS
+from benchmarks.card.run import ROOT, Job, Run, birth, commit
+
+
+def run(out: Path, *jobs: Job, seconds: float = 20.0, at: str = "c0", **options: Any) -> Run:
+    options = {"cores": 4, "gpu_gib": 100.0, **options}
+    made = Run(jobs, out, time.monotonic() + seconds, at, **options)
+    made()
+    return made
+
+
+def states(made: Run) -> dict[str, str]:
+    return {job.name: made.states[job.name]["state"] for job in made.jobs}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def spans(out: Path, *names: str) -> list[tuple[float, float]]:
+    """When jobs of `span` ran."""
+    read = [(out / name / "span").read_text().split() for name in names]
+    return [(float(first), float(last)) for first, last in read]
+
+
+def span(name: str, **needs: Any) -> Job:
+    return Job(name, "date +%s.%N > {out}/span; sleep 0.6; date +%s.%N >> {out}/span", 1, **needs)
+
+
+def overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def test_one_that_fails_stops_no_other(tmp_path: Path) -> None:
+    jobs = [Job("bad", "echo before; exit 3", 1), Job("gone", "no_such_program", 1), Job("good", "echo '5 | 6 µs'", 1)]
+    made = run(tmp_path, *jobs)
+    assert states(made) == {"bad": "failed: 3", "gone": "failed: 127", "good": "done"}
+    text = card.summary(made, jobs, [])
+    assert re.search(r"^\| good \| done \| \d+ \| 5 \\\| 6 µs \|$", text, re.MULTILINE)
+    assert re.search(r"^\| bad \| failed: 3 \| \d+ \| before \|$", text, re.MULTILINE)
+    assert (tmp_path / "logs" / "bad.log").read_text() == "\n$ echo before; exit 3\nbefore\n"
+
+
+def test_time_is_up(tmp_path: Path) -> None:
+    """What runs then ends with all it has started; what it has written stays; what is too long does not begin."""
+    long = Job("long", "echo part > {out}/part; sleep 300 & echo $! > {out}/child; sleep 300", 1)
+    deaf = Job("deaf", "trap '' TERM; echo here; while true; do sleep 0.1; done", 1)
+    begin = time.monotonic()
+    made = run(tmp_path, long, deaf, Job("too_long", "true", 100), seconds=2.0)
+    assert time.monotonic() - begin < 10
+    assert states(made) == {"long": "cut", "deaf": "cut", "too_long": "to do"}
+    assert made.states["too_long"]["last"].startswith("takes 100 s, ")
+    assert made.states["deaf"]["last"] == "here"
+    assert (tmp_path / "long" / "part").read_text() == "part\n"
+    assert birth(int((tmp_path / "long" / "child").read_text())) is None
+    assert json.loads((tmp_path / "state.json").read_text()) == made.states
+
+
+def test_commands_are_told_when_to_end(tmp_path: Path) -> None:
+    made = run(tmp_path, Job("told", "echo {seconds} {cores}", 500, cores=9), seconds=70.0)
+    seconds, cores = made.states["told"]["last"].split()
+    assert 50 <= int(seconds) <= 60
+    assert cores == "4"
+
+
+def test_resume(tmp_path: Path) -> None:
+    """Done once is done; what failed, was cut off or says that it has not done everything is gone on with."""
+    count = "echo x >> {all}/{n}.count; echo x >> {out}/own; "
+    good = Job("good", count.replace("{n}", "good"), 1)
+    bad = Job("bad", count.replace("{n}", "bad") + "[ $(wc -l < {out}/own) = 2 ]", 1)
+    slow = Job("slow", count.replace("{n}", "slow") + "[ $(wc -l < {out}/own) = 2 ] || sleep 300", 1)
+    part = Job("part", count.replace("{n}", "part") + "[ $(wc -l < {out}/own) = 2 ] || echo not run, out of time", 1)
+    jobs = (good, bad, slow, part)
+    first = states(run(tmp_path, *jobs, seconds=1.5))
+    assert first == {"good": "done", "bad": "failed: 1", "slow": "cut", "part": "partly"}
+    assert set(states(run(tmp_path, *jobs)).values()) == {"done"}
+    assert set(states(run(tmp_path, *jobs)).values()) == {"done"}
+    counts = [len((tmp_path / f"{job.name}.count").read_text()) // 2 for job in jobs]
+    assert counts == [1, 2, 2, 2]
+    # Other code, or another command: again, and nothing of the former run is gone on with.
+    run(tmp_path, good, at="c1")
+    assert (tmp_path / "good" / "own").read_text() == "x\n"
+    run(tmp_path, Job("good", good.command + "true", 1), at="c1")
+    assert (tmp_path / "good" / "own").read_text() == "x\n"
+    assert len((tmp_path / "good.count").read_text()) // 2 == 3
+
+
+def test_peers_make_another_command(tmp_path: Path) -> None:
+    job = Job("timed", "echo with {with_peers}", 1)
+    assert run(tmp_path, job).states["timed"]["last"] == "with"
+    assert run(tmp_path, job, given={"peers": "/somewhere"}).states["timed"]["last"] == "with --peers /somewhere"
+    made = run(tmp_path, job, given={"peers": "/elsewhere"})
+    assert made.states["timed"]["last"] == "with --peers /somewhere"
+
+
+def test_who_runs_beside_whom(tmp_path: Path) -> None:
+    jobs = [span("one", cores=2), span("two", cores=2), span("timed", alone=True), span("other")]
+    assert set(states(run(tmp_path, *jobs)).values()) == {"done"}
+    one, two, timed, other = spans(tmp_path, "one", "two", "timed", "other")
+    assert overlap(one, two)
+    assert not any(overlap(timed, at) for at in (one, two, other))
+    assert timed[0] < other[0], "overtaken"
+
+
+@pytest.mark.parametrize("needs", [{"cores": 3}, {"gpu_gib": 60.0}])
+def test_cores_and_memory_are_counted(tmp_path: Path, needs: dict[str, Any]) -> None:
+    """Two that are too large together; a small one beside the first; one that is larger than the machine, by itself."""
+    huge = span("huge", **{name: 10 * value for name, value in needs.items()})
+    assert set(states(run(tmp_path, span("one", **needs), span("two", **needs), span("small"), huge)).values()) == {
+        "done"
+    }
+    one, two, small, huge_at = spans(tmp_path, "one", "two", "small", "huge")
+    assert not overlap(one, two)
+    assert overlap(one, small)
+    assert not any(overlap(huge_at, at) for at in (one, two, small))
+
+
+def trainer(tmp_path: Path, last: str = "done") -> Job:
+    """Until there is a file "go" it only begins."""
+    command = "echo step 1; echo w1 > {out}/weights; until [ -e {all}/go ]; do sleep 0.1; done; echo w2 > {out}/weights"
+    return Job("train", f"{command}; echo {last}", 1, detached=True, partly="^to be resumed")
+
+
+def test_detached(tmp_path: Path) -> None:
+    """It outlives the run that began it; later ones collect what there is, and then what waits for it runs."""
+    jobs = (trainer(tmp_path), Job("evaluate", "cat {all}/train/weights", 1, after=("train",)))
+    made = run(tmp_path, *jobs, seconds=1.5)
+    assert states(made) == {"train": "running", "evaluate": "to do"}
+    pid = made.states["train"]["pid"]
+    try:
+        timed = Job("timed", "true", 1, alone=True)
+        made = run(tmp_path, timed, *jobs, Job("beside", "true", 1), seconds=1.5, at="c1")
+        assert states(made) == {"timed": "to do", "train": "running", "evaluate": "to do", "beside": "done"}
+        assert (made.states["train"]["last"], made.states["train"]["commit"]) == ("step 1", "c0")
+        (tmp_path / "go").touch()
+        made = run(tmp_path, *jobs, at="c1")
+        assert states(made) == {"train": "done", "evaluate": "done"}
+        assert made.states["evaluate"]["last"] == "w2"
+        assert made.states["train"]["seconds"] >= 3
+    finally:
+        if birth(pid) is not None:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def test_detached_on_a_machine_that_is_gone(tmp_path: Path) -> None:
+    """Its number may be another process's here, which is let alone; it begins again where its files end."""
+    (tmp_path / "go").touch()
+    run(tmp_path, trainer(tmp_path))
+    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        kept = json.loads((tmp_path / "state.json").read_text())
+        kept["train"] |= {"state": "running", "pid": other.pid, "birth": 1}
+        (tmp_path / "state.json").write_text(json.dumps(kept))
+        (tmp_path / "train.rc").unlink()
+        again = Job("train", "cat {out}/weights", 1, detached=True)
+        made = run(tmp_path, again, at="c1")
+        assert (made.states["train"]["state"], made.states["train"]["last"]) == ("done", "w2")
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_detached_that_ended_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    assert states(run(tmp_path, trainer(tmp_path, "to be resumed: step 9"))) == {"train": "partly"}
+    assert states(run(tmp_path, trainer(tmp_path, "done: step 20"))) == {"train": "done"}
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    jobs = (
+        Job("module", "true", 1, modules=("json", "no_such_module")),
+        Job("program", "true", 1, programs=("bash", "no_such_program")),
+        Job("folder", "ls {releases}", 1, needs=("releases",)),
+        Job("after", "true", 1, after=("module",)),
+    )
+    made = run(tmp_path, *jobs)
+    assert {job.name: (made.states[job.name]["state"], made.states[job.name]["last"]) for job in jobs} == {
+        "module": ("left out", "needs the module no_such_module"),
+        "program": ("left out", "needs the program no_such_program"),
+        "folder": ("left out", "needs --releases"),
+        "after": ("to do", "module is not done"),
+    }
+    # What came with wheels counts, to look for and to run.
+    (tmp_path / "site" / "bin").mkdir(parents=True)
+    (tmp_path / "site" / "no_such_module.py").write_text("print('found')")
+    (tmp_path / "site" / "bin" / "no_such_program").write_text("#!/bin/sh\n")
+    (tmp_path / "site" / "bin" / "no_such_program").chmod(0o755)
+    jobs = (
+        Job("module", "{python} -c 'import no_such_module'", 1, modules=("no_such_module",)),
+        Job("program", "no_such_program", 1, programs=("no_such_program",)),
+    )
+    made = run(tmp_path, *jobs, given={"site": str(tmp_path / "site")})
+    assert states(made) == {"module": "done", "program": "done"}
+    assert made.states["module"]["last"] == "found"
+
+
+def test_a_run_that_was_killed(tmp_path: Path) -> None:
+    """What it left running is ended by the next one, which begins it again."""
+    code = f"""
+import sys, time; sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from benchmarks.card.run import Job, Run
+job = Job("job", "echo $$ > {{out}}/pid; [ -e {{all}}/again ] || sleep 300", 1)
+Run([job], Path({str(tmp_path)!r}), time.monotonic() + 60, "c0", cores=4)()
+"""
+    killed = subprocess.Popen([sys.executable, "-c", code])
+    until(lambda: (tmp_path / "job" / "pid").exists() and (tmp_path / "job" / "pid").read_text() != "")
+    killed.kill()
+    killed.wait()
+    pid = int((tmp_path / "job" / "pid").read_text())
+    assert birth(pid) is not None
+    (tmp_path / "again").touch()
+    made = run(tmp_path, Job("job", "echo $$ > {out}/pid; [ -e {all}/again ] || sleep 300", 1))
+    assert states(made) == {"job": "done"}
+    until(lambda: birth(pid) is None)
+
+
+def test_packed_and_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card, "PART", 1 << 16)
+    monkeypatch.setattr(card, "MOST", 1 << 18)
+    job = Job(
+        "job", "mkdir {out}/a; head -c 150000 /dev/urandom > {out}/a/kept; head -c 200000 /dev/zero > {out}/big", 1
+    )
+    other = Job("other", "touch {out}/x {out}/y", 1, files=("x",))
+    made = run(tmp_path / "one", job, other)
+    said = card.pack(made, [job, other])
+    packed = tmp_path / "one" / "pack"
+    assert "not packed, too large: job/big" in said
+    assert (packed / "summary.md").read_text() == said
+    parts = sorted(packed.glob("card.tar.gz.*"))
+    assert len(parts) == 3
+    assert all(path.stat().st_size <= 1 << 16 for path in parts)
+    card.unpack(packed, tmp_path / "two")
+    found = {str(path.relative_to(tmp_path / "two")) for path in (tmp_path / "two").rglob("*") if path.is_file()}
+    assert found == {"job/a/kept", "other/x", "logs/job.log", "logs/other.log", "state.json"}
+    kept = (tmp_path / "one" / "job" / "a" / "kept").read_bytes()
+    assert (tmp_path / "two" / "job" / "a" / "kept").read_bytes() == kept
+    # Elsewhere, what is done stays done.
+    begins = (tmp_path / "two" / "logs" / "job.log").read_text()
+    assert set(states(run(tmp_path / "two", job, other)).values()) == {"done"}
+    assert (tmp_path / "two" / "logs" / "job.log").read_text() == begins
+    # A smaller pack leaves no part of the larger one.
+    monkeypatch.setattr(card, "PART", 1 << 20)
+    card.pack(made, [job, other])
+    assert len(list(packed.glob("card.tar.gz.*"))) == 1
+
+
+def command_line(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.card", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_command(tmp_path: Path) -> None:
+    """Without a peer or time for anything: a summary all the same. Then it must be told to go on."""
+    done = command_line("--out", str(tmp_path), "--seconds", "16", "--jobs", "decode,vllm_turns")
+    assert done.returncode == 0, done.stderr
+    assert "| decode | to do | 0 | takes" in done.stdout
+    assert "| vllm_turns | left out | 0 | needs --vllm" in done.stdout
+    assert commit() in (tmp_path / "pack" / "summary.md").read_text()
+    again = command_line("--out", str(tmp_path), "--seconds", "16", "--jobs", "decode")
+    assert again.returncode == 2
+    assert "--resume goes on with it" in again.stderr
+    new = command_line(
+        "--out", str(tmp_path / "new"), "--seconds", "16", "--jobs", "decode", "--resume", str(tmp_path / "pack")
+    )
+    assert new.returncode == 0, new.stderr
+    assert (tmp_path / "new" / "state.json").exists()
+    again = command_line("--out", str(tmp_path / "new"), "--seconds", "16", "--jobs", "decode", "--resume")
+    assert again.returncode == 0, again.stderr
+    wrong = command_line("--out", str(tmp_path / "x"), "--jobs", "decode,decoed")
+    assert wrong.returncode == 2
+    assert "no job decoed; there are decode, prefill" in wrong.stderr
+
+
+def test_told_to_end(tmp_path: Path) -> None:
+    """What there is by then is packed, and nothing is left running."""
+    code = f"""
+import sys
+sys.argv = ["card", "--out", {str(tmp_path)!r}, "--jobs", "job"]
+from benchmarks.card import __main__ as card
+card.JOBS = (card.Job("job", "echo $$ > {{out}}/pid; sleep 300", 1),)
+card.main()
+"""
+    told = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    until(lambda: (tmp_path / "job" / "pid").exists() and (tmp_path / "job" / "pid").read_text() != "")
+    told.terminate()
+    assert told.wait(20) == 1
+    assert birth(int((tmp_path / "job" / "pid").read_text())) is None
+    assert "| job | cut |" in (tmp_path / "pack" / "summary.md").read_text()
+
+
+def test_default_list() -> None:
+    """What times the operators comes first, in quiet; every job it waits for comes before it."""
+    names = [job.name for job in JOBS]
+    assert len(set(names)) == len(names)
+    assert names[:4] == ["decode", "prefill", "dense", "context"]
+    quiet = [job.alone for job in JOBS]
+    assert quiet == sorted(quiet, reverse=True)
+    for job in JOBS:
+        assert all(names.index(name) < names.index(job.name) for name in job.after)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_commands_fit_their_scripts(job: Job) -> None:
+    """Each script is there, and it or one beside it knows each option."""
+    fields = dict.fromkeys(("python", "root", "out", "all", "cores", "seconds", "with_peers", "releases"), "X")
+    command = job.command.format(**fields | {"root": str(ROOT)}).replace(f"{ROOT}/", "")
+    modules = re.findall(r"-m (examples\S+)", command)
+    scripts = re.findall(r"benchmarks/\S+\.(?:py|sh)", command) + [f"{name.replace('.', '/')}.py" for name in modules]
+    if job.name.startswith("tests_"):
+        scripts = ["benchmarks/card/once.py"]
+    assert scripts
+    known = "".join(path.read_text() for name in scripts for path in (ROOT / name).parent.glob("*.py"))
+    assert all((ROOT / name).is_file() for name in scripts)
+    for option in re.findall(r" --(\S+)", command):
+        assert f'"--{option}"' in known or re.search(rf"^    {option.replace('-', '_')}: ", known, re.MULTILINE), option
+
+
+TESTS = """
+import pytest
+
+@pytest.mark.slow
+def test_slow(): pass
+@pytest.mark.parametrize("i", range(20))
+def test_many(i): pass
+def test_good(): pass
+def test_bad():
+    import os
+    assert os.path.exists("repaired")
+def test_skipped(): pytest.skip("no")
+@pytest.fixture
+def breaks():
+    yield
+    raise ValueError
+def test_teardown(breaks): pass
+"""
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "2")])
+def test_once(tmp_path: Path, processes: tuple[str, ...]) -> None:
+    """What passed is not run again; the slow come last; in time it ends by itself, and says that it did."""
+    (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+
+    def tests(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-v",
+            "-p",
+            "benchmarks.card.once",
+            "--once",
+            "passed",
+            *processes,
+            *options,
+        ]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+
+    def passed() -> list[str]:
+        return [line.partition("::")[2] for line in (tmp_path / "passed").read_text().splitlines()]
+
+    stopped = tests("--once-seconds", "0")
+    assert (stopped.returncode, "out of time" in stopped.stdout) == (0, True), stopped.stdout + stopped.stderr
+    first = passed()
+    assert first
+    assert "test_slow" not in first
+    whole = tests()
+    assert whole.returncode == 1
+    assert first[0] not in whole.stdout
+    assert sorted(passed()) == sorted(
+        ["test_good", "test_skipped", "test_slow", *(f"test_many[{i}]" for i in range(20))]
+    )
+    assert processes or passed()[-1] == "test_slow"
+    failed = tests("--once-seconds", "0")
+    assert failed.returncode == 1, "out of time, but something is wrong"
+    (tmp_path / "repaired").touch()
+    (tmp_path / "test_it.py").write_text(TESTS.replace("raise ValueError", "pass"))
+    assert tests().returncode == 0
+    assert tests().returncode == 0, "nothing is left"
