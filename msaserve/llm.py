@@ -182,8 +182,12 @@ class LLM:
                     bar.update(batch.add(f"offline-{next(self._ids)}", prompt, params))
                 while batch.num_open:
                     bar.update(batch.step())
-            finally:
+            except Exception:
                 batch.abort()
+                raise
+            except BaseException:  # an interrupt comes anywhere, also where requests and pages are being accounted for
+                self.engine.reset()
+                raise
         self.engine.check_integrity()
         return batch.results
 
@@ -262,7 +266,7 @@ class _Batch:
         return num_ended
 
     def abort(self) -> None:
-        """End what still runs: the caller was interrupted."""
+        """End what still runs."""
         for sequence in self._open:
             self._engine.abort(sequence)
         self._open.clear()

@@ -210,6 +210,13 @@ class Engine:
         """Forget every cached prefix. Returns how many blocks it forgot."""
         return self.scheduler.flush_prefix_cache()
 
+    def reset(self) -> None:
+        """Forget every request and every cached prefix, whatever state an interrupt has left them in."""
+        log = self.scheduler.kv_events
+        self.scheduler = Scheduler(self.scheduler.config)
+        self.scheduler.kv_events = log
+        self.scheduler.flush_prefix_cache()
+
     def record_kv_events(self) -> KvEventLog | None:
         """A log of what the prefix cache gains and loses from now on; None if there is no prefix cache.
 

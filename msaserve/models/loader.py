@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -194,13 +195,15 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _fill(targets: dict[str, torch.Tensor], entries: dict[str, TensorEntry], *, show_progress: bool) -> None:
+    by_path: defaultdict[Path, list[str]] = defaultdict(list)
+    for name in targets:
+        by_path[entries[name].path].append(name)
     with tqdm(total=len(targets), desc="Loading weights", unit="tensor", disable=not show_progress) as bar:
-        for path in sorted({entries[name].path for name in targets}):
+        for path, names in sorted(by_path.items()):
             try:
                 with safe_open(path, framework="pt") as file:
-                    for name, target in targets.items():
-                        if entries[name].path == path:
-                            target.copy_(file.get_tensor(name))
-                            bar.update()
+                    for name in names:
+                        targets[name].copy_(file.get_tensor(name))
+                        bar.update()
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ from driver import greedy_prompt, greedy_tokens
 from golden_data import golden
 
 from msaserve import LLM, SamplingParams
+from msaserve.cache import blocks
+from msaserve.engine import engine, scheduler
 from msaserve.errors import CheckpointError, InvalidRequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -107,6 +112,40 @@ def test_without_a_tokenizer_token_ids_still_work() -> None:
     llm.close()
     with pytest.raises(ValueError, match="closed"):
         llm.generate([5])
+
+
+def test_an_interrupt_anywhere_leaves_no_request_behind(llm: LLM) -> None:
+    """Wherever it comes: at one line in 97 that the scheduler or the engine executes."""
+    places = [module.__file__ for module in (scheduler, engine, blocks)]
+    num_left = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num_left
+        if frame.f_code.co_filename not in places:
+            return None
+        num_left -= event == "line"
+        if num_left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, n=2)
+    prompts = [[5] * 40, [5] * 40, [6] * 20]
+    num_interrupts, is_whole = 0, False
+    while not is_whole:
+        num_left = 1 + 97 * num_interrupts
+        sys.settrace(trace)
+        try:
+            llm.generate(prompts, params)
+            is_whole = True
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        finally:
+            sys.settrace(None)
+        llm.engine.check_integrity()
+        assert llm.engine.load().num_used_pages == 0
+        assert not llm.engine.has_work()
+    assert num_interrupts > 15
+    assert llm.generate(greedy_prompt("tiny"), GREEDY)[0].outputs[0].token_ids == greedy_tokens("tiny")
 
 
 def test_an_interrupt_leaves_no_request_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
