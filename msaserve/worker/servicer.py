@@ -174,7 +174,13 @@ class Servicer(services.VllmEngineServicer):  # type: ignore[misc]
             await _abort(context, InvalidRequestError("this checkpoint has no tokenizer"))
         if self._archive is None:
             self._archive = asyncio.create_task(asyncio.to_thread(self._pack))
-        data, digest = await asyncio.shield(self._archive)
+        archive = self._archive
+        try:
+            data, digest = await asyncio.shield(archive)
+        except OSError as error:
+            if self._archive is archive:
+                self._archive = None  # what could not be read may be there next time
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the checkpoint's files cannot be read: {error}")
         for start in range(0, len(data), _CHUNK_BYTES):
             is_last = start + _CHUNK_BYTES >= len(data)
             yield common_pb2.GetTokenizerChunk(

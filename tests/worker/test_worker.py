@@ -9,6 +9,7 @@ import re
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import msgspec
@@ -394,6 +395,17 @@ async def test_the_files_make_a_tokenizer_again(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "chat_template.jinja", "preprocessor_config.json"):
         assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
     assert not (tmp_path / "model.safetensors").exists()
+
+
+async def test_files_that_could_not_be_read_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_worker() as worker:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", Mock(side_effect=OSError("stale file handle")))
+            for _ in range(2):
+                with pytest.raises(grpc.aio.AioRpcError, match="stale file handle") as caught:
+                    [c async for c in worker.stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert [c async for c in worker.stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
 
 
 async def test_what_it_says_of_itself() -> None:
