@@ -44,7 +44,7 @@ async def serve(options: Gateway, entrance: Entrance, *, place: Place, on_ready:
     try:
         first = await _first(clients, options.wait_seconds)
         worker = await first.worker()
-        with tempfile.TemporaryDirectory(prefix="msaserve-") as name:
+        with tempfile.TemporaryDirectory(prefix="msaserve-", dir=place.directory) as name:
             directory = Path(name)
             await first.save_files(directory)
             tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)

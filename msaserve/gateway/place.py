@@ -23,6 +23,8 @@ class Place:
     """When the server began."""
     shm_owner: str = ""
     """See `rpc.shm.write`."""
+    directory: str | None = None
+    """For temporary files. None: the system's."""
     in_flight: InFlight | None = None
     """By worker, over all processes; None: nobody else has any."""
 

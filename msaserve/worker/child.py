@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +41,8 @@ class Task(msgspec.Struct):
     name: str
     parent: int
     """The other process."""
+    directory: str
+    """For the socket and nothing else; whichever process ends last removes it."""
     otlp_traces_endpoint: str | None = None
 
 
@@ -49,7 +50,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
     """What became of it."""
 
     address: str = ""
-    """unix:///…, in a directory of its own that only this user can enter."""
+    """unix:///…"""
     error: str = ""
     kind: str = ""
     """The class of the error, in msaserve.errors."""
@@ -92,6 +93,7 @@ def _serve(task: Task, answers: TextIO) -> None:
                 end()
                 time.sleep(_END_SECONDS)
         finally:
+            shutil.rmtree(task.directory, ignore_errors=True)
             os._exit(1)
 
     threading.Thread(target=watch, name="msaserve-lifeline", daemon=True).start()
@@ -105,7 +107,6 @@ def _serve(task: Task, answers: TextIO) -> None:
     tracer = make_tracer("worker", task.otlp_traces_endpoint)
     engine = Engine.from_checkpoint(Path(task.checkpoint), EngineConfig(**task.engine))
     model = ServedModel.of(engine, name=task.name)
-    directory = _private_directory()
 
     async def run_all() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -117,24 +118,16 @@ def _serve(task: Task, answers: TextIO) -> None:
         on_end.append(end)
 
         def on_ready(_: int) -> None:
-            _say(answers, Answer(address=f"unix://{directory}/worker.sock"))
+            _say(answers, Answer(address=f"unix://{task.directory}/worker.sock"))
 
-        address = f"unix:{directory}/worker.sock"
+        address = f"unix:{task.directory}/worker.sock"
         await run(AsyncEngine(engine), model, address, stop=stop, drain_seconds=0, on_ready=on_ready, tracer=tracer)
 
     try:
         run_loop(run_all())
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(task.directory, ignore_errors=True)
         tracer.close()
-
-
-def _private_directory() -> Path:
-    directory = Path(tempfile.mkdtemp(prefix="msaserve-"))
-    if len(os.fsencode(directory)) <= MAX_SOCKET_PATH_BYTES - len("/worker.sock"):
-        return directory
-    directory.rmdir()
-    return Path(tempfile.mkdtemp(prefix="msaserve-", dir="/tmp"))
 
 
 def _say(answers: TextIO, answer: Answer) -> None:

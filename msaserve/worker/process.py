@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,7 @@ import msgspec
 from msaserve import errors
 from msaserve.config import EngineConfig
 from msaserve.errors import EngineError, MsaserveError
-from msaserve.worker.child import Answer, Task
+from msaserve.worker.child import MAX_SOCKET_PATH_BYTES, Answer, Task
 
 _END_SECONDS = 10.0
 """For a worker that was asked to end; then it is killed."""
@@ -35,6 +36,7 @@ class WorkerProcess:
     ) -> None:
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(p for p in (package_root, os.environ.get("PYTHONPATH")) if p)
+        self._directory = _private_directory()
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "msaserve.worker.child"],
             stdin=subprocess.PIPE,
@@ -42,8 +44,7 @@ class WorkerProcess:
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C is for this process: it lets requests end first
         )
-        self._address = ""
-        task = Task(str(checkpoint), asdict(engine), name, os.getpid(), otlp_traces_endpoint)
+        task = Task(str(checkpoint), asdict(engine), name, os.getpid(), str(self._directory), otlp_traces_endpoint)
         assert self._popen.stdin is not None
         with suppress(BrokenPipeError):  # it has died; `wait_ready` says so
             self._popen.stdin.write(msgspec.json.encode(task) + b"\n")
@@ -73,8 +74,7 @@ class WorkerProcess:
         if answer.error:
             kind = getattr(errors, answer.kind, MsaserveError)
             raise kind(answer.error)
-        self._address = answer.address
-        return self._address
+        return answer.address
 
     def death(self) -> asyncio.Future[str]:
         """Settled with words for how it ended, when it ends. Called inside a running event loop."""
@@ -105,14 +105,22 @@ class WorkerProcess:
             self._popen.kill()
             self._popen.wait()
         self._popen.stdout.close()
-        if self._address:  # it removes its directory itself, unless it was killed
-            shutil.rmtree(Path(self._address.removeprefix("unix://")).parent, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _private_directory() -> Path:
+    """That only this user can enter, for a socket."""
+    directory = Path(tempfile.mkdtemp(prefix="msaserve-"))
+    if len(os.fsencode(directory)) <= MAX_SOCKET_PATH_BYTES - len("/worker.sock"):
+        return directory
+    directory.rmdir()
+    return Path(tempfile.mkdtemp(prefix="msaserve-", dir="/tmp"))
 
 
 def _how(code: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -51,6 +52,7 @@ class SharedPlace(Place):
             count=task.count,
             created=task.created,
             shm_owner=f"{task.supervisor}-{os.getpid()}",
+            directory=task.directory,
             in_flight=self.board.in_flight(task.number),
         )
         self._control = control
@@ -163,6 +165,7 @@ def _watch(task: Task) -> None:
 
         shm.remove_all(f"{task.supervisor}-{os.getpid()}")
     finally:
+        shutil.rmtree(task.directory, ignore_errors=True)
         os._exit(1)
 
 

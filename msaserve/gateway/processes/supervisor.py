@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -71,6 +73,8 @@ class Supervisor:
         self._board = Board.create(num_processes, len(options.worker))
         self._created = int(time.time())
         self._slots = [_Slot(number) for number in range(num_processes)]
+        self._directory = ""
+        """For the processes' temporary files, while `run` runs: one that is killed leaves its own."""
         self._gone: list[Family] = []
         """What processes had counted that are no more."""
         self._is_stopping = asyncio.Event()
@@ -95,6 +99,7 @@ class Supervisor:
         stopped = asyncio.create_task(self._is_stopping.wait())
         ready = asyncio.create_task(self._all_ready())
         try:
+            self._directory = tempfile.mkdtemp(prefix="msaserve-")
             ends: list[asyncio.Future[Any]] = [stopped, failed, *keeping]
             await asyncio.wait([ready, *ends], return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
@@ -123,7 +128,7 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            shm.remove_all(os.getpid())
+            self._remove_files()
 
     async def _all_ready(self) -> None:
         for slot in self._slots:
@@ -133,9 +138,14 @@ class Supervisor:
         if self._is_stopping.is_set():
             for slot in self._slots:
                 slot.kill()
-            shm.remove_all(os.getpid())
+            self._remove_files()
             os._exit(128 + number)
         self._is_stopping.set()
+
+    def _remove_files(self) -> None:
+        """What the processes have left, once they are no more."""
+        shm.remove_all(os.getpid())
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _end(self, reason: str | None, keeping: list[asyncio.Task[None]]) -> None:
         """Let every process answer what it has."""
@@ -199,6 +209,7 @@ class Supervisor:
             num_workers=self._board.num_workers,
             created=self._created,
             supervisor=os.getpid(),
+            directory=self._directory,
             control=control,
             connections=connections,
             board=self._board.descriptor,
