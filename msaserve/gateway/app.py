@@ -44,7 +44,7 @@ from msaserve.gateway.chat import ChatTemplate, check_template_kwargs, thinking_
 from msaserve.gateway.chat import check_length as check_text_length
 from msaserve.gateway.chat_output import ChatOutput
 from msaserve.gateway.client import EngineClient
-from msaserve.gateway.constraints import asked_constraint, chat_constraint
+from msaserve.gateway.constraints import asked_constraint, chat_constraint, takes_long
 from msaserve.gateway.media.budget import ByteBudget, Lease
 from msaserve.gateway.media.pipeline import MediaPart, MediaPipeline
 from msaserve.gateway.parsers.minimax_m3 import MARKER_TOKENS, thinking_mode
@@ -271,7 +271,8 @@ class Gateway:
     ) -> ChatPrompt:
         """stack: holds what the media take of the bytes in flight."""
         tools = tool_use(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-        constraint = await _run(lambda: chat_constraint(asked, tools, self._tokenizer), size)
+        grammar_size = size + _THREAD_BYTES * takes_long(asked, tools)
+        constraint = await _run(lambda: chat_constraint(asked, tools, self._tokenizer), grammar_size)
         if constraint is not None and not tools.offered and constraint.kind not in ("structural_tag", "grammar"):
             tools = dataclasses.replace(tools, parses_calls=False)  # a text that spells one is data
         kwargs = {**thinking_kwargs(asked.thinking, asked.reasoning_effort), **(asked.chat_template_kwargs or {})}
@@ -295,10 +296,10 @@ class Gateway:
         model = await self.model_info()
         sampling = sampling_params(asked, self._settings.defaults, model)
         sampling = _constrained(sampling, asked_constraint(asked), model)
-        prompts = completion_prompts(asked.prompt, sampling.n)
         add_special_tokens = asked.add_special_tokens is not False
 
         def encode() -> list[list[int]]:
+            prompts = completion_prompts(asked.prompt, sampling.n)
             return [self._encode_prompt(prompt, model, add_special_tokens=add_special_tokens) for prompt in prompts]
 
         answer = CompletionAnswer(
@@ -342,7 +343,8 @@ class Gateway:
             )
         result: dict[str, Any] = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids}
         if asked.return_token_strs:
-            result["token_strs"] = [self._tokenizer.token_text(i) for i in token_ids]
+            texts = await _run(lambda: [self._tokenizer.token_text(i) for i in token_ids], 8 * len(token_ids))
+            result["token_strs"] = texts
         return _json(result)
 
     async def detokenize(self, request: Request) -> Response:
@@ -350,7 +352,8 @@ class Gateway:
         asked = parse(body, DetokenizeRequest)
         self._check_model(asked.model)
         check_token_ids(asked.tokens, await self.model_info(), param="tokens")
-        return _json({"prompt": self._tokenizer.decode(asked.tokens, skip_special_tokens=False)})
+        text = await _run(lambda: self._tokenizer.decode(asked.tokens, skip_special_tokens=False), len(body))
+        return _json({"prompt": text})
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [await self._model_card()]})
@@ -427,20 +430,19 @@ class Gateway:
         if template is None:
             raise InvalidRequestError("this checkpoint has no chat template; use /v1/completions", param="messages")
         parts: list[MediaPart] | None = [] if self._media is not None and model.supports_vision else None
-        messages = chat_messages(asked.messages or [], parts)
         check_template_kwargs(kwargs)
-        add_generation_prompt = asked.add_generation_prompt is not False
-        token_ids = await _run(
-            lambda: template.encode(
+
+        def encode() -> list[int]:
+            return template.encode(
                 self._tokenizer,
-                messages,
-                add_generation_prompt=add_generation_prompt,
+                chat_messages(asked.messages or [], parts),
+                add_generation_prompt=asked.add_generation_prompt is not False,
                 tools=tools,
                 kwargs=kwargs,
                 max_tokens=model.max_model_len - 1,
-            ),
-            size,
-        )
+            )
+
+        token_ids = await _run(encode, size + 256 * len(asked.messages or ()))  # a message costs more than its text
         if self._media is None or not parts:
             return token_ids, ()
         lease = await stack.enter_async_context(self._media.lease())

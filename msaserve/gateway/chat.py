@@ -112,20 +112,25 @@ class ChatTemplate:
         special). Without such text the ids are those of the rendered text as a whole.
 
         Raises:
-            InvalidRequestError: the template fails, or there are more than max_tokens tokens and the text is long.
+            InvalidRequestError: the template fails, what it gets is nested too deep, or there are more than max_tokens
+                tokens and the text is long.
         """
-        strings = _strings([*messages, *tools])
-        guard = new_guard([self._source, *strings, *_strings(kwargs)])
-        guarded = [
-            {key: _guard(tokenizer, value, guard, message.get("role") == "assistant") if key != "role" else value
-             for key, value in message.items()}
-            for message in messages
-        ]  # fmt: skip
+        try:
+            strings = _strings([*messages, *tools])
+            guard = new_guard([self._source, *strings, *_strings(kwargs)])
+            guarded = [
+                {key: _guard(tokenizer, value, guard, message.get("role") == "assistant") if key != "role" else value
+                 for key, value in message.items()}
+                for message in messages
+            ]  # fmt: skip
+            guarded_tools = [_guard(tokenizer, tool, guard, False) for tool in tools]
+            guarded_kwargs = _guard(tokenizer, dict(kwargs or {}), guard, False)
+        except RecursionError as error:
+            raise InvalidRequestError(
+                "messages, tools or chat_template_kwargs are nested too deep", param="messages"
+            ) from error
         text = self.render(
-            guarded,
-            add_generation_prompt=add_generation_prompt,
-            tools=[_guard(tokenizer, tool, guard, False) for tool in tools],
-            kwargs=_guard(tokenizer, dict(kwargs or {}), guard, False),
+            guarded, add_generation_prompt=add_generation_prompt, tools=guarded_tools, kwargs=guarded_kwargs
         )
         if max_tokens is not None:
             check_length(tokenizer, text, max_tokens, param="messages")

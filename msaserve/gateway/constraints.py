@@ -60,6 +60,12 @@ def asked_constraint(asked: ChatRequest | CompletionRequest) -> Constraint | Non
     return Constraint(kind=kind, text=text, choices=choices, after_reasoning=waits, param=name)
 
 
+def takes_long(asked: ChatRequest, tools: ToolUse) -> bool:
+    """Whether `chat_constraint` makes a grammar of the tools' schemas, which takes milliseconds even of short ones."""
+    names = ("response_format", "structured_outputs", *(f"guided_{key}" for key in _GUIDED))
+    return bool(tools.prefix or (tools.offered and any(getattr(asked, name) is not None for name in names)))
+
+
 def chat_constraint(asked: ChatRequest, tools: ToolUse, tokenizer: Tokenizer) -> Constraint | None:
     """`asked_constraint` together with the calls that the request asks for, or allows beside it.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from msaserve.errors import InvalidRequestError
+from msaserve.gateway.parsers.schema import without_surrogates
 from msaserve.gateway.parsers.tags import NS
 
 MAX_TOOLS = 1024
@@ -79,7 +80,9 @@ def called_tools(where: str, calls: Any) -> list[dict[str, Any]]:
         call_id, name = call.get("id"), function.get("name")
         if not isinstance(call_id, str) or not call_id:
             raise InvalidRequestError(f"{where}[{i}].id must be text", param=f"{where}[{i}].id")
-        _check_name(f"{where}[{i}].function.name", name)
+        # Models also call tools that there are not, by any name; what they did can be sent back.
+        if not isinstance(name, str) or not name:
+            raise InvalidRequestError(f"{where}[{i}].function.name must be text", param=f"{where}[{i}].function.name")
         arguments = _arguments(f"{where}[{i}].function.arguments", function.get("arguments"))
         result.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
     return result
@@ -239,7 +242,7 @@ def _arguments(where: str, arguments: Any) -> dict[str, Any]:
     if not isinstance(arguments, str):
         raise InvalidRequestError(f"{where} must be JSON text", param=where)
     try:
-        value = json.loads(arguments)
+        value = json.loads(without_surrogates(arguments))
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"$text": arguments}

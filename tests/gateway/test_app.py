@@ -71,6 +71,8 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [512]}, "stop_token_ids", "token id 512 is not within 0 … 511"),
     ({"logit_bias": {"512": 1}}, "logit_bias", "not a token id within 0 … 511"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"),
+    ({"logit_bias": {"0" * 20 + "9" * 5000: 1}}, "logit_bias", "not a token id"),
+    ({"logit_bias": {"0" * 20 + "512": 1}}, "logit_bias", "not a token id"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "between -100 and 100"),
     ({"logit_bias": {"5": "NaN"}}, "logit_bias[...]", "Expected `float`"),
     ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),

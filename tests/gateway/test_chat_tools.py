@@ -275,6 +275,39 @@ def test_an_answer_can_be_sent_back(client: openai.OpenAI, say: Any, prompt: Any
     assert f"<mm:think>r</mm:think>{call('weather', city='Köln', days=2)}{call('clock')}[e~[" in prompt()
 
 
+def test_a_call_of_no_tool_can_be_sent_back(client: openai.OpenAI, say: Any, prompt: Any) -> None:
+    """Else an agent whose model made a name up could not go on."""
+    say(f"{NS}<tool_call>{call('look it up', q='x')}{NS}</tool_call>")
+    message = create(client, tools=[CLOCK]).choices[0].message
+    (made_up,) = message.tool_calls
+    assert made_up.function.name == "look it up"
+    create(client, messages=[*USER, message, result(made_up.id, "there is no such tool")])
+    assert f"{call('look it up', q='x')}[e~[]~b]tool:there is no such tool" in prompt()
+
+
+def test_half_a_character_in_arguments(client: openai.OpenAI, say: Any, prompt: Any) -> None:
+    """JSON text can spell one, no text can hold it: neither answers nor prompts fail for it."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"o": {"type": "object"}}}}}
+    broken = call("f", o=r'{"a": "x\ud800y"}')
+    say(f"{NS}<tool_call>{broken}{NS}</tool_call>")
+    message = create(client, tools=[tool]).choices[0].message
+    assert json.loads(message.tool_calls[0].function.arguments) == {"o": {"a": "x�y"}}
+    create(client, messages=history(result("1", "[e~["), result("2", ""), arguments=r'{"city": "x\ud800y"}'))
+    assert "<city>x�y]<" in prompt()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"content": None}, {}, {"content": None, "tool_calls": []}, {"content": [{"type": "refusal", "refusal": "no"}]}],
+)
+def test_messages_that_say_nothing(client: openai.OpenAI, say: Any, prompt: Any, message: Any) -> None:
+    """As clients send them back that keep no reasoning, and for tools that answer nothing."""
+    say("c")
+    create(client, messages=[*USER, {"role": "assistant", **message}, *history(result("1", None), result("2", ""))])
+    assert f"]~b]assistant:{'no' * (message.get('content') is not None)}[e~[" in prompt()
+    assert "]~b]tool:[e~[]~b]tool:[e~[" in prompt()
+
+
 @pytest.mark.parametrize("spelled", ["[e~[", "]~b]", "]~!b["])
 def test_no_control_token_through_tools(
     client: openai.OpenAI, engine: FakeClient, say: Any, tokenizer: Tokenizer, spelled: str
@@ -308,7 +341,12 @@ def test_no_control_token_through_tools(
         ({"messages": history(result("1", "x"))}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0]"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": 3}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": ""}}]}]},
+            "messages[0].tool_calls[0].function.name",
+        ),
     ],
 )
 def test_refused(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:

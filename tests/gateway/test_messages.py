@@ -255,6 +255,14 @@ def test_a_call_that_breaks_off(client: Any, say: Any) -> None:
     assert (clock.type, clock.name, clock.input) == ("tool_use", "clock", {})
 
 
+def test_half_a_character_in_an_input(client: Any, say: Any) -> None:
+    tool = {"name": "f", "input_schema": {"type": "object", "properties": {"o": {"type": "object"}}}}
+    broken = call("f", o=r'{"a": "x\ud800y"}')
+    say(f"{NS}<tool_call>{broken}{NS}</tool_call>")
+    (block,) = create(client, tools=[tool]).content
+    assert block.input == {"o": {"a": "x�y"}}
+
+
 def test_what_a_coding_agent_sends(client: Any, say: Any, prompt: Any) -> None:
     """Fields and headers that mean nothing here are passed over."""
     say(f"<mm:think>look it up</mm:think>{call('clock')}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 from fake_engine import EOS, TINY, FakeClient
 
 from msaserve.engine.grammar import Grammars
@@ -193,6 +194,50 @@ class CheckingClient(FakeClient):
             self._grammars.compile(request.sampling.constraint)
         async for event in super().generate(request):
             yield event
+
+
+def nested(levels: int) -> str:
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+USER = '"messages": [{"role": "user", "content": "x"}]'
+CALLED = """{"messages": [
+    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": A}}]},
+    {"role": "tool", "tool_call_id": "1", "content": ""}]}"""
+OFFERED = """{%s, "tools": [{"type": "function", "function": {"name": "f", "parameters": P}}], "tool_choice": "C"}"""
+NESTED = [
+    ("/v1/chat/completions", '{%s, "chat_template_kwargs": {"x": X}}'),
+    ("/v1/chat/completions", OFFERED.replace("P", '{"x": X}').replace("C", "auto")),
+    ("/v1/chat/completions", OFFERED.replace("P", '{"x": X}').replace("C", "required")),
+    ("/v1/chat/completions", OFFERED.replace("P", '{"properties": {"x": {"const": X}}}').replace("C", "required")),
+    ("/v1/chat/completions", '{%s, "response_format": {"type": "json_schema", "json_schema": {"schema": X}}}'),
+    ("/v1/chat/completions", '{%s, "response_format": {"type": "structural_tag", "format": X}}'),
+    ("/v1/chat/completions", '{%s, "structured_outputs": X}'),
+    ("/v1/chat/completions", '{"messages": [{"role": "user", "content": [X]}]}'),
+    ("/v1/chat/completions", CALLED.replace("A", "X")),
+    ("/v1/chat/completions", CALLED.replace("A", '"T"')),
+    ("/v1/completions", '{"prompt": X}'),
+    ("/tokenize", '{%s, "chat_template_kwargs": {"x": X}}'),
+    ("/v1/messages", '{%s, "max_tokens": 1, "system": X}'),
+    ("/v1/messages", '{%s, "max_tokens": 1, "tools": [{"name": "f", "input_schema": X}]}'),
+    ("/v1/responses", '{"input": X}'),
+    ("/v1/responses", '{"input": "x", "reasoning": {"x": X}, "text": {"x": X}, "tool_choice": null}'),
+]
+
+
+@pytest.mark.parametrize("levels", [50, 300, 450, 900, 20_000])
+async def test_anything_nested(levels: int) -> None:
+    transport = httpx.ASGITransport(checking_app(), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        for path, body in NESTED:
+            text = body.replace("%s", USER).replace("X", nested(levels))
+            text = text.replace("T", nested(levels).replace('"', r"\""))
+            response = await http.post(path, content=text)
+            assert response.status_code in (200, 400), (body, response.text)
+
+
+def checking_app() -> Any:
+    return create_app(CheckingClient(), Tokenizer.load(TINY), ChatTemplate.load(TINY), GatewaySettings("tiny"))
 
 
 async def test_anything_anywhere() -> None:

@@ -123,7 +123,8 @@ def test_arguments_become_objects(arguments: Any, expected: Any) -> None:
         {},
         {"id": "c", "type": "custom", "custom": {}},
         {"type": "function", "function": {"name": "f"}},
-        {"id": "c", "function": {"name": "a b"}},
+        {"id": "c", "function": {"name": ""}},
+        {"id": "c", "function": {"name": 1}},
         {"id": "c", "function": {"name": "f", "arguments": 3}},
     ],
 )

@@ -97,7 +97,9 @@ def chat_of(asked: CountTokensRequest) -> Translation:
         turn = list(group)
         where = f"messages[{turn[0][0]}]"
         if role not in ("user", "assistant", "system"):
-            raise InvalidRequestError(f"{where}.role must be user or assistant, not {role!r}", param=f"{where}.role")
+            raise InvalidRequestError(
+                f"{where}.role must be user or assistant, not {role!r:.64}", param=f"{where}.role"
+            )
         blocks: list[tuple[str, dict[str, Any]]] = []
         for number, message in turn:
             place = f"messages[{number}].content"

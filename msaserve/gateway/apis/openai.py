@@ -299,11 +299,11 @@ def _chat_message(number: int, message: Mapping[str, Any], media: list[MediaPart
         )
     if role not in _ROLES:
         raise InvalidRequestError(
-            f"{where}.role must be one of {', '.join(_ROLES)}, not {role!r}", param=f"{where}.role"
+            f"{where}.role must be one of {', '.join(_ROLES)}, not {role!r:.64}", param=f"{where}.role"
         )
     content = message.get("content")
-    if content is None and role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
-        content = ""
+    if content is None and role in ("assistant", "tool"):
+        content = ""  # what was said in calls or reasoning alone, and what a tool had nothing to say to
     if isinstance(content, list):
         content = [_part(f"{where}.content[{i}]", part, media) for i, part in enumerate(content)]
     elif not isinstance(content, str):
@@ -338,6 +338,8 @@ def _part(where: str, part: Any, media: list[MediaPart] | None) -> dict[str, Any
             param=where,
             code="unsupported_content",
         )
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return {"type": "text", "text": part["refusal"]}
     if kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
         raise InvalidRequestError(f'{where} must be {{"type": "text", "text": …}}', param=where)
     return {"type": "text", "text": part["text"]}
@@ -356,7 +358,7 @@ def _logit_bias(bias: Mapping[str, float], model: ModelInfo) -> dict[int, float]
     _check_count("logit_bias", len(bias), MAX_LOGIT_BIAS)
     result = {}
     for key, value in bias.items():
-        if not (key.isascii() and key.isdigit() and int(key[:20]) < model.vocab_size):
+        if not (key.isascii() and key.isdigit() and len(key) <= 20 and int(key) < model.vocab_size):
             raise InvalidRequestError(
                 f"logit_bias: {key[:32]!r} is not a token id within 0 … {model.vocab_size - 1}", param="logit_bias"
             )

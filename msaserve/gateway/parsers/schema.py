@@ -23,6 +23,10 @@ MAX_ALTERNATIVES = 64
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _MAX_NUMBER_CHARS = 1000
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(?P<half>u[dD][89a-fA-F][\da-fA-F]{2})|.)", re.DOTALL
+)
+"""Of JSON text: a surrogate pair, half of one, or any other escape's beginning."""
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _ALL_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
@@ -237,13 +241,15 @@ class ToolSchema:
 
 
 def to_json(value: Any) -> str:
-    """Compact enough and readable; ASCII where a value came from JSON text with half a surrogate pair."""
-    text = _ENCODER.encode(value)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return text
+    """Compact enough and readable."""
+    return _ENCODER.encode(value)
+
+
+def without_surrogates(text: str) -> str:
+    r"""JSON text with U+FFFD in place of each escape of half a character (`\ud83d` alone), which is no text."""
+    if "\\ud" not in text and "\\uD" not in text:
+        return text
+    return _ESCAPE.sub(lambda found: "\\ufffd" if found["half"] else found.group(), text)
 
 
 def json_object(text: str) -> dict[str, Any] | None:
@@ -254,7 +260,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 def _json(text: str) -> Any:
     try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        value = json.loads(without_surrogates(text), parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
     return value if _is_shallow(value, MAX_DEPTH) else None
