@@ -17,7 +17,8 @@ class Reasoning:
     - Text before the opener is content. Only the first opener opens; with thinking disabled only one that nothing but
       whitespace precedes.
     - The first closer ends reasoning, and so does a tool call. Closers at the very start, or with only whitespace
-      between them and another marker, are dropped, and so is the one that a tool call came before. Any other is text.
+      between them and another marker, are dropped, also a stray one of a block of calls, and so is the one that a tool
+      call came before. Any other is text.
     - Whitespace that stands alone between markers, or between one and the end, belongs to neither.
     """
 
@@ -83,6 +84,12 @@ class Reasoning:
         self._owes_closer |= self._is_open
         self._is_open = False
         self._mark()
+
+    def stray(self) -> bool:
+        """The end of a block of calls that never began stands here. False if it is text."""
+        if self._is_edge:
+            self._mark()
+        return self._is_edge
 
     def finish(self) -> None:
         """No text follows."""

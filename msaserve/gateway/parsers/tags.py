@@ -10,6 +10,8 @@ NS = "]<]minimax[>["
 """Before every tag. Nothing else makes one: `<`, `>` and `&` alone are text."""
 _SPACE = re.compile(r"\s*")
 _INVOKE = re.compile(r"""\s*invoke\s+name\s*=\s*(?:"\s*([^"]*[^"\s])\s*"|'\s*([^']*[^'\s])\s*'|([^\s"']+))\s*""")
+_MAX_INVOKE_CHARS = 512
+"""Of a tag that names a tool: the pattern takes the square of its spaces."""
 _HEAD = NS[:-2]
 """Of an NS up to its `>`."""
 
@@ -35,7 +37,7 @@ class Tag:
     @property
     def tool(self) -> str | None:
         """The tool that it invokes. Quotes are optional."""
-        match = _INVOKE.fullmatch(self.body)
+        match = _INVOKE.fullmatch(self.body) if len(self.body) <= _MAX_INVOKE_CHARS else None
         return next(group for group in match.groups() if group) if match else None
 
     @property

@@ -62,6 +62,8 @@ class ToolCalls:
         """Of the open call with what stands before it in its block, or of a block that has no call yet."""
         self._bare: list[str] = []
         """A closer without its NS and the whitespace after it: a closer if a tag follows, else text."""
+        self._next_ns = ("", 0)
+        """The text that is read and where its next NS begins, or its end: looked for once, not for every element."""
 
     @property
     def is_reading(self) -> bool:
@@ -146,12 +148,13 @@ class ToolCalls:
         markers: tuple[str, ...] = (NS,)
         if call.error is None and len(call.arguments.key) <= _MAX_BARE_KEY_CHARS:
             markers = (NS, f"</{call.arguments.key}>")
-        found = [(at, marker) for marker in markers if (at := text.find(marker, position)) >= 0]
-        if not found:
-            end = len(text) - held_suffix(text, markers, position)
+        end, marker = self._find_ns(text, position), NS
+        if len(markers) > 1 and (bare := text.find(markers[1], position, end)) >= 0:
+            end, marker = bare, markers[1]
+        elif end == len(text):
+            end -= held_suffix(text, markers, position)
             self._add_text(text[position:end])
             return Step(end, False)
-        end, marker = min(found)
         self._add_text(text[position:end])
         if marker == NS:
             self._tag = TagReader(NS)
@@ -159,6 +162,13 @@ class ToolCalls:
             self._bare = [marker]
             self._state = "bare"
         return Step(end + len(marker), True)
+
+    def _find_ns(self, text: str, position: int) -> int:
+        known, at = self._next_ns
+        if known is not text or at < position:
+            at = text.find(NS, position)
+            self._next_ns = (text, len(text) if at < 0 else at)
+        return self._next_ns[1]
 
     def _read_bare(self, text: str, position: int) -> Step:
         end = end_of_space(text, position)
@@ -190,6 +200,8 @@ class ToolCalls:
             self._in_block = False
             self._state = "outside"
             self._reasoning.call()
+        elif tag.name == "/tool_call" and not self._raw and self._reasoning.stray():
+            self._state = "outside"
         else:
             self._state = "outside"
             self._give_back(tag.raw)

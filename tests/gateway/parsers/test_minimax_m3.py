@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -259,7 +260,7 @@ def test_a_malformed_call_is_reported_and_the_next_is_parsed(broken: str, starte
         f"use {NS}<b>bold{NS}</b>",
         f"use {NS}<tool_call> to call",
         f"{NS}<tool_call>{NS}</tool_call>",
-        f"{NS}</tool_call>",
+        f"end it with {NS}</tool_call>",
         f"{NS}<invoke>{NS}</invoke>",
         f'{NS}<invoke name="">{NS}</invoke>',
         f"{NS}<tool_call>{NS}<x>{NS}</tool_call>",
@@ -301,6 +302,37 @@ def test_an_output_that_ends_in_a_call() -> None:
         assert json.loads(got.calls[0][1] + '"}') == {"path": f"p{tail}"}
     got = read(f"<mm:think>a{NS}<tool_call>\n")
     assert (got.reasoning, got.content) == ("a", f"{NS}<tool_call>\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (f"{NS}</tool_call>", "", ""),
+        (f"\n{NS}</tool_call>\nc", "", "\nc"),
+        (f"<mm:think>r</mm:think>\n{NS}</tool_call>", "r", ""),
+        (f"<mm:think>{NS}</tool_call>r</mm:think>{NS}</tool_call>c", "r", "c"),
+    ],
+)
+def test_a_stray_end_of_calls_beside_a_marker_is_dropped(text: str, reasoning: str, content: str) -> None:
+    got = read(text)
+    assert (got.reasoning, got.content, got.calls, got.malformed) == (reasoning, content, [], [])
+    got = read(f"{WRITE}\n{text}")
+    assert (got.content, len(got.calls), got.malformed) == (read(text).content or "", 1, [])
+
+
+def test_no_output_takes_long() -> None:
+    """Whole answers come in one piece: no text is to be looked through again for each of its tags."""
+    tools = {"write": {"properties": {f"k{i}": {"type": "integer"} for i in range(20_000)}}}
+    spaces = " " * 30_000
+    start = time.process_time()
+    many = Read(parse(block(invoke("f", {"a": list(range(20_000))}))))
+    assert len(json.loads(many.calls[0][1])["a"]) == 20_000
+    many = Read(parse(block(invoke("write", {f"k{i}": i for i in range(20_000)})), tools))
+    assert len(json.loads(many.calls[0][1])) == 20_000
+    assert Read(parse(block(invoke("write", {"text": "</text> " * 50_000})), TOOLS)).calls
+    assert not Read(parse(f'{NS}<tool_call>{NS}<invoke name="{spaces}>')).calls
+    assert not Read(parse(f"{NS}<tool_call>{NS}<{spaces}invoke{spaces}name{spaces}={spaces}>")).calls
+    assert time.process_time() - start < 8
 
 
 def test_calls_may_be_left_alone() -> None:
