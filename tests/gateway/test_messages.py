@@ -385,6 +385,23 @@ def test_refused(client: Any, engine: FakeClient, fields: dict[str, Any], words:
     assert not engine.requests
 
 
+@pytest.mark.parametrize(
+    ("content", "max_tokens", "words"),
+    [
+        ("x" * 5000, 9, r"^prompt is too long: \d+ tokens > 4095 maximum$"),
+        ("x " * 200_000, 9, r"^prompt is too long: \d+ tokens > 4095 maximum$"),
+        ("x", 4096, r"^input length and `max_tokens` exceed context limit: \d+ \+ 4096 > 4096, "),
+    ],
+)
+def test_what_is_too_long_is_said_in_words_that_agents_know(
+    client: Any, content: str, max_tokens: int, words: str
+) -> None:
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        create(client, messages=[{"role": "user", "content": content}], max_tokens=max_tokens)
+    assert re.search(words, refused.value.body["error"]["message"])
+    assert refused.value.request_id
+
+
 def test_max_tokens_is_needed(served: tuple[FakeClient, str]) -> None:
     response = httpx.post(f"{served[1]}/v1/messages", json={"messages": USER}, trust_env=False)
     assert response.status_code == 400

@@ -81,7 +81,10 @@ class Envelope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                answer_headers = MutableHeaders(scope=message)
+                answer_headers["x-request-id"] = request_id
+                if path.startswith("/v1/messages"):
+                    answer_headers["request-id"] = request_id  # as Anthropic's clients look for it
             await send(message)
 
         span = self._tracer.start(f"{method} {path}", "server", parent=headers.items()) if method == "POST" else NO_SPAN

@@ -21,6 +21,13 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 _SAME = ("model", "temperature", "top_p", "top_k", "cache_salt", "chat_template_kwargs", "seed")
 _NAMES = (
+    # In Anthropic's words, by which agents know that they must shorten the conversation, or the answer.
+    (r"^the prompt .*?(\d+) tokens; this model takes at most (\d+).*", r"prompt is too long: \1 tokens > \2 maximum"),
+    (
+        r"^(\d+) prompt tokens and max_tokens (\d+) make \d+; this model's context is (\d+) tokens$",
+        r"input length and `max_tokens` exceed context limit: \1 + \2 > \3, decrease input length or `max_tokens` and "
+        r"try again",
+    ),
     (r"(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
     (r"(tools\[\d+\])\.function\b", r"\1"),
     (r"^stop(?= has |$)", "stop_sequences"),
