@@ -57,13 +57,15 @@ class PromptBlocks:
     def _compute(self, size: int) -> list[bytes]:
         digest = _root(self._salt)
         digests = []
+        media, first = self._media, 0  # of those that do not end before the block
         for start in range(0, len(self._token_ids) - size + 1, size):
             end = start + size
-            names = [
-                item.name or item.content_hash.hex()
-                for item in self._media
-                if item.offset < end and item.offset + item.length > start
-            ]
+            while first < len(media) and media[first].offset + media[first].length <= start:
+                first += 1
+            behind = first
+            while behind < len(media) and media[behind].offset < end:
+                behind += 1
+            names = [item.name or item.content_hash.hex() for item in media[first:behind]]
             digest = _chain(digest, self._token_ids[start:end], names)
             digests.append(digest)
         return digests
