@@ -10,9 +10,9 @@ import numpy as np
 from PIL import (
     AvifImagePlugin,
     BmpImagePlugin,
+    ExifTags,
     GifImagePlugin,
     Image,
-    ImageOps,
     JpegImagePlugin,
     PngImagePlugin,
     TiffImagePlugin,
@@ -28,6 +28,16 @@ _PLUGINS = (
     AvifImagePlugin, BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin,
     TiffImagePlugin, WebPImagePlugin,
 )  # fmt: skip
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""By EXIF's orientation."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF")
 _NAMES = "JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF"
 
@@ -48,7 +58,10 @@ def decode_image(data: bytes, limits: MediaLimits, check: Callable[[int, int], N
             check(image.height, image.width)
         try:
             image.load()
-            image = _upright(_rgb(image))
+            turn = _turn(image)
+            image = _rgb(image)
+            if turn is not None:
+                image = image.transpose(turn)
         except MemoryError:
             raise
         except Exception as error:  # a hostile file can make a decoder fail in any way
@@ -86,18 +99,18 @@ def _open(data: bytes, limits: MediaLimits) -> Image.Image:
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    exif = image.getexif()
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255))
         image = Image.alpha_composite(white, image)
-    converted = image.convert("RGB")
-    # Conversion may drop the orientation.
-    converted.getexif().update(exif)
-    return converted
+    return image.convert("RGB")
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    if image.getexif().get(0x0112, 1) == 1:
-        return image
-    return ImageOps.exif_transpose(image)
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What puts it upright. EXIF data that cannot be read say nothing."""
+    try:
+        return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except MemoryError:
+        raise
+    except Exception:  # as above
+        return None

@@ -31,7 +31,7 @@ from msaserve.gateway.media.limits import MediaLimits
 _DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,mpegts,avi,gif,apng,flv,mpeg,mpegvideo,ogg,asf"
 _DECODERS = (
     "h264,hevc,vp8,vp9,libvpx,libvpx-vp9,av1,libdav1d,libaom-av1,mpeg4,mpeg1video,mpeg2video,h263,mjpeg,gif,apng,"
-    "prores,theora,vc1,wmv3,msmpeg4v3,flv,png,rawvideo"
+    "prores,theora,vc1,wmv3,msmpeg4,msmpeg4v3,flv,png,rawvideo"
 )
 _NAMES = "MP4, MOV, WebM, MKV, MPEG-TS, AVI or animated GIF"
 _MAX_THREADS = 4
@@ -99,6 +99,9 @@ def _check_header(container: av.container.InputContainer, stream: VideoStream, l
     context: Any = stream.codec_context
     if context is None:
         raise InvalidRequestError("the clip's codec is not supported", code="media_wrong_type")
+    # The container's own whitelist holds for what it tries out alone.
+    if context.codec.name not in _DECODERS.split(","):
+        raise InvalidRequestError(f"the clip's codec {context.codec.name} is not supported", code="media_wrong_type")
     _check_frame(context.width, context.height, limits)
     context.options = {"max_pixels": str(limits.max_frame_pixels)}
 

@@ -74,6 +74,14 @@ def test_exif_orientation_survives_transparency() -> None:
     assert decode(data).shape == (48, 32, 3)
 
 
+@pytest.mark.parametrize(
+    "exif", [b"", b"garbage, and more of it", b"II*\0\xff\xff\xff\x7f", b"II*\0\x08\0\0\0\xff\xff" + bytes(9)]
+)
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_exif_that_cannot_be_read_says_nothing(kind: str, exif: bytes) -> None:
+    assert decode(picture(kind=kind, exif=b"Exif\0\0" + exif)).shape == (60, 90, 3)
+
+
 def test_alpha_is_put_on_white() -> None:
     rgba = np.zeros((20, 20, 4), np.uint8)
     rgba[:10] = (200, 0, 0, 255)

@@ -188,6 +188,7 @@ def index_first() -> bytes:
         (clip(30)[:-200], "media_"),
         (clip(30)[:300], "media_"),
         (index_first()[:-3000], "media_decode_failed"),
+        (clip(10, codec="ffv1", container="matroska"), "media_wrong_type"),  # of FFmpeg's decoders listed ones only
     ],
 )
 def test_refused(data: bytes, code: str) -> None:
