@@ -30,6 +30,8 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+_RESERVED = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
+"""Of protocols, 6to4 relays and documentation: some versions of Python take them for public."""
 _METADATA = frozenset(map(ipaddress.ip_address, ("168.63.129.16", "100.100.100.200", "192.0.0.192", "fd00:ec2::254")))
 """Where clouds tell their machines secrets, besides the link-local ones."""
 _PRIVATE_KINDS = ("loopback", "private")
@@ -232,7 +234,7 @@ def special_kind(address: Address) -> str | None:
     for kind in ("unspecified", "loopback", "link_local", "multicast"):
         if getattr(address, f"is_{kind}"):
             return kind.replace("_", "-")
-    if address.is_reserved:
+    if address.is_reserved or any(address in network for network in _RESERVED):
         return "reserved"
     # Private use, shared (carrier) space, documentation, benchmarking.
     return None if address.is_global else "private"
