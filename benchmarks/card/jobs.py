@@ -63,6 +63,7 @@ JOBS = (
     timing("prefill", prefill, 150, partly="skipped$"),
     timing("dense", OPS + "/dense.py --seconds {seconds} --out {out}/dense.json", 90, partly="skipped$"),
     timing("context", OPS + "/context_plot.py measure {out}/context.json {with_peers}", 150),
+    timing("decode_shared", OPS + "/shared_prefix.py {with_peers}", 120),
     timing("decode_cost", "{python} benchmarks/serve/decode_cost.py --device cuda --graphs", 60, modules=SERVER),
     timing("constraint_masks", "{python} benchmarks/serve/constraint_masks.py", 60, modules=SERVER),
     timing("throughput", throughput, 150, modules=GATEWAY, programs=("smg",)),

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -227,19 +228,23 @@ class Step(NamedTuple):
         query_len: int = 1,
         cache_dtype: torch.dtype = torch.bfloat16,
         max_pages: int = 1 << 30,
+        shared: int = 0,
     ) -> Step:
-        """Every block has a page of its own, unless they are more than max_pages."""
+        """Every block has a page of its own, unless they are more than max_pages; the requests' first `shared` blocks
+        are the same."""
         generator = torch.Generator("cuda").manual_seed(seed)
         normal = partial(torch.randn, generator=generator, device="cuda", dtype=torch.bfloat16)
         num_blocks = context // BLOCK
-        num_pages = min(requests * num_blocks, max_pages)
-        pages = torch.randperm(requests * num_blocks, generator=generator, device="cuda") % num_pages + 1
+        num_pages = min(shared + requests * (num_blocks - shared), max_pages)
+        pages = torch.randperm(shared + requests * (num_blocks - shared), generator=generator, device="cuda")
+        pages = pages.int() % num_pages + 1
+        common, own = pages[:shared].expand(requests, shared), pages[shared:].view(requests, -1)
         return cls(
             q=normal(requests * query_len, HEADS, DIM),
             index_q=normal(requests * query_len, KV_HEADS, DIM),
             kv=normal(num_pages + 1, KV_HEADS, BLOCK, 2 * DIM).to(cache_dtype),
             index_k=normal(num_pages + 1, BLOCK, DIM).to(cache_dtype),
-            block_table=pages.int().view(requests, num_blocks),
+            block_table=torch.cat([common, own], 1),
             seq_lens=torch.full((requests,), context, dtype=torch.int32, device="cuda"),
             cu_query_lens=torch.arange(requests + 1, dtype=torch.int32, device="cuda") * query_len,
             context=context,
@@ -267,6 +272,12 @@ class Step(NamedTuple):
     def ours(self, **options: Any) -> torch.Tensor:
         args = (self.q, *self.caches, self.index_q, self.index_k, *self.where)
         return ops.select_attend(*args, **self.selection, **options)[0]
+
+    def ours_with(self, **tuning: Any) -> torch.Tensor:
+        kernel = import_module("msaserve.ops.select_attend.gluon_decode")
+        args = (self.q, *self.caches, self.index_q, self.index_k, *self.where)
+        out: torch.Tensor = kernel.select_attend(*args, **self.selection, local_blocks=1, scale=DIM**-0.5, **tuning)[0]
+        return out
 
     def in_two(self) -> torch.Tensor:
         block_ids = ops.select_blocks(self.index_q, self.index_k, *self.where, **self.selection, impl="triton_decode")

@@ -118,6 +118,23 @@ def test_selection_through_combs(direct: int, local_blocks: int) -> None:
     assert torch.equal(got.sort(-1).values, want.sort(-1).values)
 
 
+@pytest.mark.parametrize("direct", [4, 512])
+@pytest.mark.parametrize("name", BATCHES)
+def test_order_of_programs(name: str, direct: int) -> None:
+    """Requests first or their blocks: the same scores and choice, of requests that share pages too, on any grid."""
+    case = batch(BATCHES[name])
+    table = case.where[0]
+    table[1:, :1] = table[0, :1]
+    args, lens = (case.index_q, case.index_k_cache, *case.where), case.lens
+    for programs in (1, 7, 4096):
+        tuning = {"direct": direct, "programs": programs}
+        chosen = [
+            select.select_blocks(*args, topk=4, **lens, **tuning, requests_first=order) for order in (False, True)
+        ]
+        assert torch.equal(*chosen)
+        assert torch.equal(chosen[0].sort(-1).values, case.select(4, "reference").sort(-1).values)
+
+
 def test_selection_of_equal_scores_takes_the_lowest_blocks() -> None:
     case = batch([(1, 640)], kv_heads=1)
     case.index_k_cache[:] = 1.0

@@ -130,6 +130,23 @@ def test_decode_on_a_card(spec: CaseSpec, cache_dtype: torch.dtype) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper card")
+@pytest.mark.parametrize("spec", CARD_SPECS, ids=lambda spec: spec.name)
+def test_order_of_programs_changes_no_bit(spec: CaseSpec) -> None:
+    from msaserve.ops.select_attend import gluon_decode
+
+    case = build(spec, dtype=torch.bfloat16, device="cuda")
+    caches = (case.k_cache, case.v_cache, case.index_q, case.index_k_cache)
+    options = {"local_blocks": 1, "scale": 0.1, **case.selection_options}
+    one, other = (
+        gluon_decode.select_attend(case.q, *caches, *case.batch, **options, requests_first=order)
+        for order in (False, True)
+    )
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper card")
 def test_keys_stored_by_the_launch_before_are_seen() -> None:
     """Old keys are read before the launch before has ended, so store_kv lets its dependents start after its stores."""
     spec = m3_spec("stored", ((1, 30000), (1, 9000)), index_values="integers")

@@ -10,7 +10,7 @@ kernel launched directly before that lets its dependents start early.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -90,15 +90,17 @@ def score_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     COMBS: tl.constexpr,
+    REQUESTS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with COMBS their best.
+    """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with COMBS their best. With
+    REQUESTS_FIRST the two program ids change places.
 
     Row r of the R (≥ H · QP) stands for index head r // QP and query token r % QP of the request.
     """
-    first = tl.program_id(0)
-    step = tl.num_programs(0)
-    request = tl.program_id(1)
+    first = tl.program_id(1 if REQUESTS_FIRST else 0)
+    step = tl.num_programs(1 if REQUESTS_FIRST else 0)
+    request = tl.program_id(0 if REQUESTS_FIRST else 1)
     # The batch's description is older than the launch before; the first page is asked for with the lengths.
     table = block_table + request * stride_b
     page = tl.load(table + first)
@@ -249,8 +251,12 @@ def scan(
     programs: int = SCORE_PROGRAMS,
     direct: int = DIRECT_BLOCKS,
     stages: int | None = None,
+    requests_first: bool = False,
 ) -> Scan:
-    """One launch over every block of every request. The split depends on shapes only."""
+    """One launch over every block of every request. The split depends on shapes only.
+
+    requests_first: programs of the same blocks of all requests follow each other, for requests that share pages.
+    """
     num_rows, num_heads, dim = index_q.shape
     num_requests = seq_lens.shape[0]
     block_size = index_k_cache.shape[1]
@@ -274,7 +280,8 @@ def scan(
     if stages == 1 and index_q.is_cuda:
         # Four programs on a multiprocessor.
         options["maxnreg"] = 128
-    score_kernel[(combs, num_requests)](
+    grid = (combs, num_requests)
+    score_kernel[grid[::-1] if requests_first else grid](
         index_q,
         index_k_cache,
         block_table,
@@ -297,6 +304,7 @@ def scan(
         BLOCK=block_size,
         STAGES=stages,
         COMBS=run > 0,
+        REQUESTS_FIRST=requests_first,
         num_warps=4,
         **options,
     )
@@ -364,7 +372,7 @@ def select_blocks(
     max_query_len: int,
     max_seq_len: int,
     out: torch.Tensor | None = None,
-    **tuning: int,
+    **tuning: Any,
 ) -> torch.Tensor:
     num_rows, num_heads, _ = index_q.shape
     num_requests = seq_lens.shape[0]
