@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
+import io
 import ipaddress
 import socket
 import ssl
@@ -47,6 +47,9 @@ _HEADERS = [
     (b"User-Agent", b"msaserve"),
 ]
 _MAX_URL_CHARS = 8192
+_SMALL_BYTES = 2**18
+_BASE64_CHARS = 2**18
+"""Decoded at a time, in half a millisecond; a multiple of four."""
 _SAFE_PATH = "/%:=&?~#+!$,;'@()*[]"
 
 
@@ -248,22 +251,35 @@ def _resolve(host: str, port: int) -> list[Address]:
 
 
 async def _decode_data_url(url: str, max_bytes: int, lease: Lease) -> bytes:
-    header, comma, payload = url.partition(",")
-    if not comma or not header.lower().endswith(";base64"):
+    start = url.find(",") + 1
+    if url[max(start - 8, 0) : max(start - 1, 0)].lower() != ";base64":
         raise InvalidRequestError("a data: URL must be base64 (data:image/png;base64,…)", code="media_data_url")
-    size = len(payload) * 3 // 4
+    size = (len(url) - start) * 3 // 4
     if size > max_bytes + 2:
         raise _too_large(size, max_bytes)
     await lease.add(size)
     # Small ones are decoded faster than a thread is reached.
-    return _decode_base64(payload) if size < MIB else await asyncio.to_thread(_decode_base64, payload)
+    return _decode_base64(url, start) if size < _SMALL_BYTES else await asyncio.to_thread(_decode_base64, url, start)
 
 
-def _decode_base64(payload: str) -> bytes:
+def _decode_base64(text: str, start: int) -> bytes:
+    """What text[start:] says. Piece by piece: the interpreter is held for each, and others wait for it."""
     try:
-        text = unquote_to_bytes(payload) if "%" in payload else payload.encode("ascii")
-        return base64.b64decode(text.strip(), validate=True)
-    except (binascii.Error, UnicodeEncodeError, ValueError) as error:
+        if text.find("%", start) >= 0:
+            text, start = unquote_to_bytes(text[start:]).decode("ascii"), 0
+        end = len(text)
+        while end > start and text[end - 1].isspace():
+            end -= 1
+        while start < end and text[start].isspace():
+            start += 1
+        data = io.BytesIO()
+        for position in range(start, end, _BASE64_CHARS):
+            piece = base64.b64decode(text[position : min(position + _BASE64_CHARS, end)], validate=True)
+            if len(piece) < _BASE64_CHARS // 4 * 3 and position + _BASE64_CHARS < end:
+                raise ValueError("padding stands before its end")
+            data.write(piece)
+        return data.getvalue()
+    except ValueError as error:
         raise InvalidRequestError(f"the data: URL is not valid base64: {error}", code="media_data_url") from error
 
 
@@ -281,7 +297,7 @@ async def _read(response: httpcore.Response, headers: Mapping[bytes, str], max_b
     if length.isdigit() and int(length) > max_bytes:
         raise _too_large(int(length), max_bytes)
     # What has arrived is counted, not what is announced: an announcement must not take room from others.
-    chunks: list[bytes] = []
+    data = io.BytesIO()
     total = reserved = 0
     async for chunk in response.aiter_stream():
         total += len(chunk)
@@ -291,8 +307,8 @@ async def _read(response: httpcore.Response, headers: Mapping[bytes, str], max_b
             step = max(MIB, total - reserved)
             await lease.add(step)
             reserved += step
-        chunks.append(chunk)
-    return b"".join(chunks)
+        data.write(chunk)
+    return data.getvalue()
 
 
 def _ascii_url(url: str) -> bytes:

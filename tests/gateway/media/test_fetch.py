@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import ipaddress
+import random
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -302,6 +304,28 @@ async def test_data_urls() -> None:
     assert await fetch(data_url(PNG, "image/jpeg")) == PNG
     assert await fetch("DATA:;BASE64,QUJD") == b"ABC"
     assert await fetch("data:image/png;base64,QUI%3D") == b"AB"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 2**18 - 1, 2**18, 3 * 2**16, 3 * 2**17 + 1, 2**20 + 2])
+async def test_data_urls_of_any_size(size: int) -> None:
+    data, limits = random.Random(size).randbytes(size), MediaLimits()
+    text = base64.b64encode(data).decode()
+    assert await fetch(f"data:;base64,{text}", limits=limits) == data
+    assert await fetch(f"data:image/png;base64, {text}\n", limits=limits) == data
+    assert await fetch(f"data:;base64,{text.replace('=', '%3D')}%20", limits=limits) == data
+    for bad in ("=" + text, text + "A", "AA==" + text, text[:-1] + "é", text[:2] + "\n" + text[2:]):
+        await refused(f"data:;base64,{bad}", "media_data_url", limits=limits)
+
+
+async def test_a_large_data_url_does_not_hold_up_others() -> None:
+    url = data_url(bytes(30 * 2**20))
+    num_turns = 0
+    decoding = asyncio.ensure_future(fetch(url, limits=MediaLimits()))
+    while not decoding.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert len(await decoding) == 30 * 2**20
+    assert num_turns > 4  # two, and one of them long, where the interpreter is held to the end
 
 
 async def test_budget() -> None:
