@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from msaserve.config import GenerationDefaults
 from msaserve.errors import InvalidRequestError, OverloadedError
@@ -53,7 +53,9 @@ from msaserve.gateway.stream import Generation
 from msaserve.gateway.tools import tool_use
 from msaserve.gateway.transport import (
     EventStream,
+    JsonBody,
     NoSuchModelError,
+    Posts,
     until_disconnect,
 )
 from msaserve.observe.merge import Family
@@ -133,7 +135,7 @@ def create_app(
             await media.close()
 
     app = _Application(routes=routes, lifespan=lifespan)
-    app.envelope = Envelope(app.router, settings.api_key, gateway.metrics, tracer, paths)
+    app.envelope = Envelope(Posts(routes, app.router), settings.api_key, gateway.metrics, tracer, paths)
     app.state.gateway = gateway
     return app
 
@@ -230,12 +232,11 @@ class Gateway:
         """The prompt of a request to /v1/messages, its pictures and clips included."""
         body = await self._body(request)
         chat = messages.chat_of(parse(body, CountTokensRequest))
-        async with AsyncExitStack() as stack:
-            with chat.own_names():
-                asked = chat.chat_request()
-                self._check_model(asked.model)
-                prompt = await self._chat_prompt(request, asked, await self.model_info(), len(body), stack)
-            return _json({"input_tokens": len(prompt.token_ids)})
+        with chat.own_names():
+            asked = chat.chat_request()
+            self._check_model(asked.model)
+            prompt = await self._chat_prompt(request, asked, await self.model_info(), len(body))
+        return _json({"input_tokens": len(prompt.token_ids)})
 
     async def _chat(
         self,
@@ -249,27 +250,21 @@ class Gateway:
         self._check_model(asked.model)
         model = await self.model_info()
         sampling = sampling_params(asked, self._settings.defaults, model)
-        async with AsyncExitStack() as stack:
-            prompt = await self._chat_prompt(request, asked, model, size, stack)
-            sampling = _constrained(sampling, prompt.constraint, model)
-            check_length(len(prompt.token_ids), sampling.max_tokens, model, param="messages")
-            answer = new_answer(prompt.new_output)
-            generate = GenerateRequest(
-                request_id=answer.id,
-                prompt_token_ids=prompt.token_ids,
-                sampling=sampling,
-                media=prompt.media,
-                cache_salt=asked.cache_salt or "",
-                is_streamed=bool(asked.stream),
-            )
-            response = await self._answer(request, asked, answer, [generate], arrival)
-            # The items live as long as the answer, and so does their share of the bytes in flight.
-            return _until_sent(response, stack.pop_all())
+        prompt = await self._chat_prompt(request, asked, model, size)
+        sampling = _constrained(sampling, prompt.constraint, model)
+        check_length(len(prompt.token_ids), sampling.max_tokens, model, param="messages")
+        answer = new_answer(prompt.new_output)
+        generate = GenerateRequest(
+            request_id=answer.id,
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            media=prompt.media,
+            cache_salt=asked.cache_salt or "",
+            is_streamed=bool(asked.stream),
+        )
+        return await self._answer(request, asked, answer, [generate], arrival)
 
-    async def _chat_prompt(
-        self, request: Request, asked: ChatRequest, model: ModelInfo, size: int, stack: AsyncExitStack
-    ) -> ChatPrompt:
-        """stack: holds what the media take of the bytes in flight."""
+    async def _chat_prompt(self, request: Request, asked: ChatRequest, model: ModelInfo, size: int) -> ChatPrompt:
         tools = tool_use(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         grammar_size = size + _THREAD_BYTES * takes_long(asked, tools)
         constraint = await _run(lambda: chat_constraint(asked, tools, self._tokenizer), grammar_size)
@@ -282,7 +277,7 @@ class Gateway:
                 raise InvalidRequestError(
                     "a tool call that is asked for needs add_generation_prompt", param="add_generation_prompt"
                 )
-        token_ids, items = await self._encode_chat(request, asked, kwargs, tools.offered, model, size, stack)
+        token_ids, items = await self._encode_chat(request, asked, kwargs, tools.offered, model, size)
         thinking = thinking_mode(self._tokenizer.token_text(token_ids[-1]) if token_ids else "")
         if tools.prefix:
             token_ids += self._tokenizer.encode(tools.prefix)
@@ -333,8 +328,7 @@ class Gateway:
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if asked.messages is not None:
             offered, kwargs = tool_use(asked.tools, None, None).offered, asked.chat_template_kwargs or {}
-            async with AsyncExitStack() as stack:
-                token_ids, _ = await self._encode_chat(request, asked, kwargs, offered, model, len(body), stack)
+            token_ids, _ = await self._encode_chat(request, asked, kwargs, offered, model, len(body))
         else:
             prompt = asked.prompt or ""
             add_special_tokens = asked.add_special_tokens is not False
@@ -398,21 +392,21 @@ class Gateway:
             skip_special_tokens=asked.skip_special_tokens is not False,
             kept_tokens=MARKER_TOKENS if isinstance(asked, ChatRequest) else (),
         )
-        request.state.facts.answer_id, request.state.facts.generation = answer.id, generation
+        facts = request.scope["state"]["facts"]
+        facts.answer_id, facts.generation = answer.id, generation
         if asked.stream:
             return EventStream(
                 answer.stream(generation),
-                dialect_of(request.url.path),
+                dialect_of(request.scope["path"]),
                 has_begun=lambda: generation.num_output_tokens > 0,
             )
-        whole = await until_disconnect(request.receive, answer.collect(generation))
-        return Response(whole, media_type="application/json")
+        return JsonBody(await until_disconnect(request.scope, request.receive, answer.collect(generation)))
 
     async def _body(self, request: Request) -> bytes:
         if self.is_draining:
             raise OverloadedError("the server is shutting down and takes no new request")
         settings, lease = self._settings, Lease(self._bodies)
-        request.state.facts.body = lease
+        request.state.facts.leases.append(lease)
         return await read_body(request, settings.max_body_bytes, lease, read_seconds=settings.read_seconds)
 
     async def _encode_chat(
@@ -423,9 +417,8 @@ class Gateway:
         tools: list[dict[str, Any]],
         model: ModelInfo,
         size: int,
-        stack: AsyncExitStack,
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
-        """The prompt with its pictures and clips. stack: holds what they take of the bytes in flight."""
+        """The prompt with its pictures and clips, which live as long as the answer: so does what they take."""
         template = self._template
         if template is None:
             raise InvalidRequestError("this checkpoint has no chat template; use /v1/completions", param="messages")
@@ -445,9 +438,10 @@ class Gateway:
         token_ids = await _run(encode, size + 256 * len(asked.messages or ()))  # a message costs more than its text
         if self._media is None or not parts:
             return token_ids, ()
-        lease = await stack.enter_async_context(self._media.lease())
+        lease = self._media.lease()
+        request.state.facts.leases.append(lease)
         work = self._media.resolve(parts, token_ids, self._tokenizer, lease, as_pixels=model.takes_pixels)
-        return await until_disconnect(request.receive, work)
+        return await until_disconnect(request.scope, request.receive, work)
 
     def _encode_prompt(self, prompt: str | list[int], model: ModelInfo, *, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, list):
@@ -479,16 +473,6 @@ def _constrained(sampling: SamplingParams, constraint: Constraint | None, model:
     sampling = replace(sampling, constraint=constraint)
     sampling.validate(vocab_size=model.vocab_size)
     return sampling
-
-
-def _until_sent(response: ASGIApp, resources: AsyncExitStack) -> ASGIApp:
-    """`response`, which gives the resources back once it is sent."""
-
-    async def send_all(scope: Scope, receive: Receive, send: Send) -> None:
-        async with resources:
-            await response(scope, receive, send)
-
-    return send_all
 
 
 async def _run(function: Callable[[], T], size: int) -> T:

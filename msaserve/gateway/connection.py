@@ -9,6 +9,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from msaserve.gateway.apis.openai import ErrorBody
+from msaserve.gateway.transport import Departure
 
 _MAX_HEAD_BYTES = 65_536
 _JOINED_BYTES = 65_536
@@ -27,6 +28,8 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         """read_seconds: for a request's head. on_lost: called once the connection is no more. Others: as uvicorn's."""
         super().__init__(*arguments, **options)
+        self._departure = Departure(lambda: self.flow.resume_reading())
+        self.app_state = {**self.app_state, "departure": self._departure}
         self._read_seconds = read_seconds
         self._on_lost = on_lost
         self._head_bytes = 0
@@ -53,6 +56,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        self._departure.happen()
         if self._on_lost is not None:
             self._on_lost()
 

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from secrets import token_hex
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ from msaserve.gateway.apis.openai import (
     Usage,
 )
 from msaserve.gateway.chat_output import ChatOutput
+from msaserve.gateway.ids import new_id
 from msaserve.gateway.stream import Delta, Generation, ShownToken
 from msaserve.gateway.transport import server_event
 from msaserve.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class Answer(ABC):
         self.model = model
         self.has_logprobs = has_logprobs
         self.includes_usage = includes_usage
-        self.id = f"{self.id_prefix}-{token_hex(16)}"
+        self.id = f"{self.id_prefix}-{new_id()}"
         self.created = int(time.time())
 
     @abstractmethod

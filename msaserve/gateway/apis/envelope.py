@@ -7,17 +7,17 @@ import json
 import logging
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from secrets import token_hex
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from msaserve.gateway.apis.messages import MESSAGES
 from msaserve.gateway.apis.responses import RESPONSES
+from msaserve.gateway.ids import new_id
 from msaserve.gateway.media.budget import Lease
 from msaserve.gateway.stream import Generation
 from msaserve.gateway.transport import OPENAI, ClientGoneError, Dialect, NoSuchModelError, error_response
@@ -37,8 +37,8 @@ class Facts:
 
     answer_id: str = ""
     generation: Generation | None = None
-    body: Lease | None = None
-    """What its body takes of the bytes in flight, until it is answered."""
+    leases: list[Lease] = field(default_factory=list)
+    """What its body and its media take of the bytes in flight, until it is answered."""
 
     def items(self) -> dict[str, str | int]:
         if self.generation is None:
@@ -73,7 +73,7 @@ class Envelope:
         method, path = scope["method"], scope["path"] if scope["path"] in self._paths else "other"
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
-            request_id = token_hex(16)
+            request_id = new_id()
         facts = scope.setdefault("state", {})["facts"] = Facts()
         status = 0
 
@@ -81,13 +81,15 @@ class Envelope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                answer_headers = MutableHeaders(scope=message)
-                answer_headers["x-request-id"] = request_id
+                message["headers"].append((b"x-request-id", request_id.encode()))
                 if path.startswith("/v1/messages"):
-                    answer_headers["request-id"] = request_id  # as Anthropic's clients look for it
+                    message["headers"].append(
+                        (b"request-id", request_id.encode())
+                    )  # as Anthropic's clients look for it
             await send(message)
 
-        span = self._tracer.start(f"{method} {path}", "server", parent=headers.items()) if method == "POST" else NO_SPAN
+        told = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        span = self._tracer.start(f"{method} {path}", "server", parent=told) if method == "POST" else NO_SPAN
         self._metrics.http_active.inc()
         try:
             with span:
@@ -107,8 +109,8 @@ class Envelope:
                         _describe(span, {"http.request.method": method, "http.route": path}, status, request_id, facts)
         finally:
             seconds = time.perf_counter() - start
-            if facts.body is not None:
-                facts.body.release()
+            for lease in facts.leases:
+                lease.release()
             self._metrics.http_active.dec()
             self._metrics.count_http(method, path, status, seconds)
             if _access_log.isEnabledFor(logging.INFO):
