@@ -215,9 +215,9 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in module.OPERATORS:
         operator = importlib.import_module(f"msaserve.ops.{name}")
         monkeypatch.setattr(operator, "IMPLS", operator.IMPLS)
-    for name, tile in module.TILES:
+    for name, constant, _ in module.TILES:
         reference = importlib.import_module(f"msaserve.ops.{name}.reference")
-        monkeypatch.setattr(reference, tile, getattr(reference, tile))
+        monkeypatch.setattr(reference, constant, getattr(reference, constant))
     module.only_references()
     return module
 
@@ -227,15 +227,18 @@ def test_reference_is_transformers(judge: Any) -> None:
     tokens, rows = expected["text.input_ids"], expected["text.rows"].long()
     reference = judge.Reference(load_model(directory, show_progress=False), len(tokens))
     wanted = expected["text.logits"].log_softmax(-1)
-    got = reference.logprobs(tokens.tolist(), 0, first_scored=int(rows[0]))
-    assert torch.allclose(got[rows - rows[0]], wanted, atol=2e-3)
+    first = int(rows[0])
+    reference.fill(tokens.tolist()[:first])
+    got = reference.logprobs(tokens.tolist(), first)
+    assert torch.allclose(got[rows - first], wanted, atol=2e-3)
     following = reference.following(tokens.tolist())
     for row, logprobs in zip(rows.tolist(), wanted, strict=True):
         if row + 1 < len(tokens):
             assert following[row] == pytest.approx(float(logprobs[tokens[row + 1]]), abs=2e-3)
 
 
-def test_judge(judge: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def results(judge: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Of three engines the first is right, the second parts from it once, the third gives no numbers."""
     module = load("slice")
     monkeypatch.setattr(module, "SCORED", (300,))
@@ -245,7 +248,7 @@ def test_judge(judge: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     for number, length in enumerate(lengths):
         tokens, best = module.greedy_prompt(number, length, 1200), []
         for _ in range(3):
-            logprobs = reference.logprobs(tokens, 0, first_scored=len(tokens) - 1)[0]
+            logprobs = reference.logprobs(tokens, 0)[-1]
             best.append(logprobs.topk(2).values.tolist())
             tokens.append(int(logprobs.argmax()))
         right.append({"context": length, "tokens": tokens[length:], "best": best})
@@ -254,15 +257,89 @@ def test_judge(judge: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     other[1]["tokens"][2] = (right[1]["tokens"][2] + 1) % 1200
     lost = json.loads(json.dumps(right[:1]))
     lost[0]["best"] = [[float("nan")] * 2] * 3
-    results = {
+    return {
         "right": {"greedy": right, "scored": scored},
         "other": {"greedy": other, "scored": []},
         "lost": {"greedy": lost, "scored": [{"context": 300, "logprobs": [0.0] * 299}]},
     }
-    lines, figures = judge.judge(reference, results, 1200)
-    assert figures["hits"] == {"right": [6, 6], "other": [5, 6], "lost": [3, 3]}
+
+
+def test_filled_is_computed(judge: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that only fills the cache, in steps of another size, leaves what a whole pass leaves."""
+    tokens = load("slice").make_prompt(1, 700, 1200)
+    model = judge.load(checkpoint, "cpu")
+    whole = judge.Reference(model, 800).logprobs(tokens, 0)[690:]
+    monkeypatch.setattr(judge, "CHUNK", 96)
+    reference = judge.Reference(model, 800)
+    reference.fill(tokens[:690])
+    assert torch.allclose(reference.logprobs(tokens, 690), whole, atol=1e-5)
+    layer = model.layers[-1]
+    assert not {"_attend_sparse", "_attend_dense"} & set(vars(layer.self_attn))
+    assert "forward" not in vars(layer.mlp)
+
+
+def test_judge(judge: Any, checkpoint: Path, results: dict[str, Any]) -> None:
+    todo, records = judge.tasks(results), {}
+    assert [(task["kind"], task["context"], task["parts"]) for task in todo] == [
+        ("greedy", 450, True),
+        ("greedy", 200, False),
+        ("scored", 300, False),
+    ]
+    reference = judge.Reference(judge.load(checkpoint, "cpu"), 600)
+    judging = judge.judge(reference, todo, 1200, records)
+    assert next(judging) == todo[0]["key"]
+    lines = judge.report(list(results), todo, records)
+    assert "| right, other | 1 | 1 | 0 |" in "\n".join(lines)
+    assert lines[-1] == "not judged, out of time: 2 of 3, 0 of which part"
+    assert list(judging) == [task["key"] for task in todo[1:]]
+    lines = judge.report(list(results), todo, records)
     assert "| right | 6 of 6 | 0.0000 in the mean, 99 %: 0.000, most 0.000 | 0.0000 in the mean" in lines[2]
+    assert lines[3].startswith("| other | 5 of 6 |")
     assert "| lost | 3 of 3 | inf in the mean" in lines[4]
     assert "99 %: 0.000" not in lines[4]
-    assert "| right, other | 1 | 1 | 0 |" in "\n".join(lines)
-    assert [(p["pair"], p["context"], p["step"]) for p in figures["partings"]] == [(["right", "other"], 450, 2)]
+    assert "out of time" not in "".join(lines)
+    partings = records[todo[0]["key"]]["partings"]
+    assert [(p["pair"], p["context"], p["step"]) for p in partings] == [(["right", "other"], 450, 2)]
+
+
+def test_judge_in_pieces(judge: Any, checkpoint: Path, results: dict[str, Any], tmp_path: Path) -> None:
+    """Each prompt is written once judged; a run without time adds nothing; one that has all of it loads no model."""
+    reference = judge.Reference(judge.load(checkpoint, "cpu"), 600, time.monotonic() - 1)
+    todo = judge.tasks(results)
+    assert list(judge.judge(reference, todo, 1200, {})) == []
+    for name, result in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    paths = [str(tmp_path / f"{name}.json") for name in results]
+    out = tmp_path / "judge.jsonl"
+
+    def run(directory: Path, *options: str) -> list[str]:
+        command = [
+            sys.executable,
+            str(FOLDER / "judge.py"),
+            str(directory),
+            *paths,
+            "--device",
+            "cpu",
+            "--out",
+            str(out),
+        ]
+        return subprocess.run([*command, *options], capture_output=True, text=True, check=True).stdout.splitlines()
+
+    assert run(checkpoint, "--seconds", "0")[-1] == "not judged, out of time: 3 of 3, 1 of which part"
+    out.write_text('{"key": "cut o')
+    said = run(checkpoint)
+    assert [line.split("  ")[-1].split(", ")[0] for line in said[:4]] == [
+        "loaded",
+        "1 of 3: greedy",
+        "2 of 3: greedy",
+        "3 of 3: scored",
+    ]
+    again = run(tmp_path / "no checkpoint")
+    assert again == said[4:]
+    assert again[0].startswith("| result |")
+    # Another result is another question.
+    results["other"]["greedy"][0]["tokens"][0] += 1
+    (tmp_path / "other.json").write_text(json.dumps(results["other"]))
+    said = run(checkpoint)
+    assert "3 of 3: greedy, 200 tokens, " in said[1]
+    assert said[2].startswith("| result |")
