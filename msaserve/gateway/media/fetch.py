@@ -23,6 +23,7 @@ import httpcore
 
 from msaserve.errors import InvalidRequestError
 from msaserve.gateway.media.budget import Lease
+from msaserve.gateway.media.deadline import Deadline
 from msaserve.gateway.media.limits import MIB, MediaLimits
 from msaserve.types import Modality
 
@@ -93,10 +94,9 @@ class Fetcher:
             data = await _decode_data_url(url, max_bytes, lease)
         else:
             try:
-                data = await asyncio.wait_for(
-                    self._download(url, modality, max_bytes, lease), self._limits.fetch_timeout_s
-                )
-            except asyncio.TimeoutError as error:
+                with Deadline(self._limits.fetch_timeout_s):
+                    data = await self._download(url, modality, max_bytes, lease)
+            except TimeoutError as error:
                 raise _failed(f"took longer than {self._limits.fetch_timeout_s:g} s", url) from error
         if not data:
             raise InvalidRequestError("the file is empty", code="media_empty")
@@ -191,8 +191,9 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
         loop = asyncio.get_running_loop()
         lookup = loop.run_in_executor(self._resolvers, _resolve, host.strip("[]"), port)
         try:
-            addresses = await asyncio.wait_for(lookup, timeout)
-        except asyncio.TimeoutError as error:
+            with Deadline(timeout):
+                addresses = await lookup
+        except TimeoutError as error:
             raise httpcore.ConnectTimeout(f"the name {host} was not resolved in time") from error
         except OSError as error:
             raise httpcore.ConnectError(f"the name {host} cannot be resolved") from error

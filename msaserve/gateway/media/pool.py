@@ -78,6 +78,7 @@ class MediaPool:
         if flight is None:
             flight = self._flights[key] = _Flight()
             flight.task = asyncio.ensure_future(self._run(flight, key, data))
+            flight.task.add_done_callback(_note_failure)
         assert flight.task is not None
         flight.num_waiting += 1
         try:
@@ -272,6 +273,12 @@ class _Process:
             self.kill()
         send(ours, self._setup)
         return ours
+
+
+def _note_failure(task: asyncio.Task[Prepared]) -> None:
+    """Nobody may wait for it any more; asyncio would log that."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _digest(data: bytes) -> bytes:

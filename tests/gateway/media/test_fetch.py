@@ -15,6 +15,7 @@ from samples import data_url, picture
 
 from msaserve.errors import BusyError, InvalidRequestError, TooLargeError
 from msaserve.gateway.media.budget import ByteBudget, Lease
+from msaserve.gateway.media.deadline import Deadline
 from msaserve.gateway.media.fetch import Fetcher, special_kind
 from msaserve.gateway.media.limits import MediaLimits
 from msaserve.types import Modality
@@ -282,6 +283,48 @@ async def test_a_slow_download_blocks_no_other(server: Server) -> None:
     assert time.perf_counter() - start < 0.6
     assert not any(task.done() for task in slow)
     await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_who_leaves_twice_leaves_nothing_running(server: Server) -> None:
+    server.replies = {"/slow": drip}
+    budget = ByteBudget(10**8, max_wait_s=0.2)
+    for pause in (0.0, 0.001, 0.01, 0.1, 0.3):
+        task = asyncio.ensure_future(fetch(f"{server.url}/slow", budget=budget))
+        await asyncio.sleep(pause)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        running = [str(one.get_coro()) for one in asyncio.all_tasks()]
+        assert not [name for name in running if "Fetcher" in name]
+        assert budget.used == 0
+
+
+async def test_a_cancellation_in_the_moment_of_the_end_arrives() -> None:
+    async def wait(future: asyncio.Future[None]) -> None:
+        with Deadline(5):
+            await future
+
+    future = asyncio.get_running_loop().create_future()
+    task = asyncio.ensure_future(wait(future))
+    await asyncio.sleep(0)
+    future.set_result(None)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_deadline() -> None:
+    with pytest.raises(TimeoutError), Deadline(5), Deadline(0.01):
+        await asyncio.sleep(5)
+    with pytest.raises(TimeoutError), Deadline(0.01), Deadline(5):
+        await asyncio.sleep(5)
+    with Deadline(0.05), Deadline(None):
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.1)
+    with pytest.raises(ZeroDivisionError), Deadline(0.01):
+        1 / 0  # noqa: B018
 
 
 @pytest.mark.parametrize(

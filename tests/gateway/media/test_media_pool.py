@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -143,6 +144,19 @@ async def test_who_asks_while_the_only_other_goes_is_served(pool: MediaPool) -> 
     assert first.cancelled()
     await asyncio.gather(*running)
     assert not pool._flights
+
+
+async def test_what_fails_when_all_have_gone_is_not_logged(pool: MediaPool, caplog: pytest.LogCaptureFixture) -> None:
+    asked = asyncio.ensure_future(pool.prepare("image", b"no picture", Hints()))
+    while not pool._busy:
+        await asyncio.sleep(0.001)
+    asked.cancel()
+    while pool._flights:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert asked.cancelled()
+    assert not caplog.records
 
 
 async def test_a_full_pool_sends_away(monkeypatch: pytest.MonkeyPatch) -> None:
