@@ -193,8 +193,7 @@ class Generation:
                         self._metrics.time_to_first_token.observe(last_time - self._arrival)
                     if last_times[choice]:
                         seconds = (last_time - last_times[choice]) / len(event.token_ids)
-                        for _ in event.token_ids:
-                            self._metrics.inter_token_latency.observe(seconds)
+                        self._metrics.inter_token_latency.observe(seconds, len(event.token_ids))
                     last_times[choice] = last_time
                 delta = output.push(event)
                 if delta is None:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from msaserve.observe.counts import Counts, Distribution
 from msaserve.observe.merge import Family, merged
 from msaserve.types import EngineLoad, Modality
 
@@ -50,10 +51,10 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._load = _LoadCollector(model_name)
         self._registry.register(self._load)
+        self._counts = Counts(self._registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            metric = Histogram(f"msaserve:{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
-            return metric.labels(model_name)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Distribution:
+            return self._counts.histogram(f"msaserve:{name}", text, ["model_name"], buckets).labels(model_name)
 
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS
@@ -73,49 +74,33 @@ class ServerMetrics:
         self.request_generation_tokens = histogram(
             "request_generation_tokens", "Tokens generated for a request, all its outputs together.", _TOKENS
         )
-        self._finished = Counter(
-            "msaserve:request_success",
-            "Outputs that ended, by how.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
+        self._finished = self._counts.counter(
+            "msaserve:request_success", "Outputs that ended, by how.", ["model_name", "finished_reason"]
         )
-        self._http = Counter(
+        self._http = self._counts.counter(
             "msaserve:http_requests",
             "HTTP requests answered; 499 is a client that went away.",
             ["method", "path", "status"],
-            registry=self._registry,
         )
-        self._http_seconds = Histogram(
+        self._http_seconds = self._counts.histogram(
             "smg_http_request_duration_seconds",
             "From a request's first byte to the last of its answer.",
             ["method", "path"],
-            buckets=_SECONDS,
-            registry=self._registry,
+            _SECONDS,
         )
-        self._finished_series: dict[str, Counter] = {}
-        self._http_series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
-        """Looking series up by their labels takes longer than counting."""
-        self.http_active = Gauge("smg_http_connections_active", "Requests being answered.", registry=self._registry)
+        self.num_http_active = 0
+        active = Gauge("smg_http_connections_active", "Requests being answered.", registry=self._registry)
+        active.set_function(lambda: self.num_http_active)
         self.media = MediaMetrics(self._registry)
         self._model_name = model_name
 
     def count_finished(self, reason: str) -> None:
-        series = self._finished_series.get(reason)
-        if series is None:
-            series = self._finished_series[reason] = self._finished.labels(self._model_name, reason)
-        series.inc()
+        self._finished.labels(self._model_name, reason).value += 1
 
     def count_http(self, method: str, path: str, status: int, seconds: float) -> None:
         """path: the route, not what the client sent, so that the number of series stays bounded."""
-        key = method, path, status
-        if key not in self._http_series:
-            self._http_series[key] = (
-                self._http.labels(method, path, str(status)),
-                self._http_seconds.labels(method, path),
-            )
-        counter, histogram = self._http_series[key]
-        counter.inc()
-        histogram.observe(seconds)
+        self._http.labels(method, path, str(status)).value += 1
+        self._http_seconds.labels(method, path).observe(seconds)
 
     def families(self, workers: Sequence[WorkerState]) -> list[Family]:
         """All numbers, with those of the workers that say theirs."""

@@ -26,7 +26,7 @@ def metrics(num_requests: int, **worker: object) -> tuple[ServerMetrics, list[Fa
     metrics = ServerMetrics("m")
     for _ in range(num_requests):
         metrics.count_http("POST", "/v1/completions", 200, 0.02)
-        metrics.http_active.inc()
+        metrics.num_http_active += 1
     tally = WorkerState("w", num_active=num_requests, num_requests=num_requests, **worker)  # type: ignore[arg-type]
     return metrics, metrics.families([tally])
 

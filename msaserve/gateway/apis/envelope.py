@@ -90,7 +90,7 @@ class Envelope:
 
         told = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
         span = self._tracer.start(f"{method} {path}", "server", parent=told) if method == "POST" else NO_SPAN
-        self._metrics.http_active.inc()
+        self._metrics.num_http_active += 1
         try:
             with span:
                 try:
@@ -111,7 +111,7 @@ class Envelope:
             seconds = time.perf_counter() - start
             for lease in facts.leases:
                 lease.release()
-            self._metrics.http_active.dec()
+            self._metrics.num_http_active -= 1
             self._metrics.count_http(method, path, status, seconds)
             if _access_log.isEnabledFor(logging.INFO):
                 line = {
