@@ -180,6 +180,9 @@ async def follow(source: KvEventSource, index: KvIndex, *, name: str) -> None:
             delay = _UNSUPPORTED_RETRY
         except MsaserveError:
             pass  # it cannot be reached: its cache may still be there when it can be again
+        except Exception:  # events that are none: what is known cannot be kept up
+            _log.exception("worker %s: KV events begin anew", name)
+            index.reset()
         await asyncio.sleep(delay)
         delay = min(2 * delay, _LONGEST_RETRY)
 

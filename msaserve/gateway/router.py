@@ -299,8 +299,10 @@ class Router:
     async def _check(self, backend: _Backend) -> None:
         try:
             is_ready = await backend.client.is_ready()
-        except MsaserveError:
+        except Exception as error:  # whatever it is, the others must be asked, and this one again
             is_ready = False
+            if not isinstance(error, MsaserveError):
+                _log.exception("worker %s cannot be asked whether it is healthy", backend.name)
         if is_ready != backend.is_ready:
             _log.warning("worker %s is %s", backend.name, "ready" if is_ready else "not ready")
             if is_ready:

@@ -12,7 +12,7 @@ from fake_engine import FakeClient
 
 from msaserve.errors import BusyError, EngineError, InvalidRequestError, MsaserveError, OverloadedError
 from msaserve.gateway.client import Breaker
-from msaserve.gateway.kv_index import PromptBlocks
+from msaserve.gateway.kv_index import KvIndex, PromptBlocks, follow
 from msaserve.gateway.processes.board import Board
 from msaserve.gateway.router import SEGMENT_TOKENS, Router, _NothingCameError
 from msaserve.kv_events import BlocksCleared, BlocksStored, KvBlock, KvEventBatch
@@ -288,6 +288,45 @@ async def test_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.sleep(0.05)
     assert {await fleet.ask() for _ in range(4)} == {0}
     await fleet.router.close()
+
+
+async def test_a_health_check_that_fails_in_any_way_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msaserve.gateway.router.HEALTH_SECONDS", 0.01)
+
+    async def break_down() -> bool:
+        raise RuntimeError("not foreseen")
+
+    fleet = Fleet(2, policy="round_robin")
+    is_ready = fleet.clients[0].is_ready
+    monkeypatch.setattr(fleet.clients[0], "is_ready", break_down)
+    await asyncio.sleep(0.05)
+    assert {await fleet.ask() for _ in range(4)} == {1}
+    monkeypatch.setattr(fleet.clients[0], "is_ready", is_ready)
+    await asyncio.sleep(0.05)
+    assert {await fleet.ask() for _ in range(4)} == {0, 1}
+    await fleet.router.close()
+
+
+async def test_events_that_are_none_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msaserve.gateway.kv_index._FIRST_RETRY", 0.001)
+    asked: list[int] = []
+
+    class Source:
+        async def kv_events(self, after: int) -> AsyncGenerator[KvEventBatch, None]:
+            asked.append(after)
+            token_ids = (2**40,) if len(asked) == 2 else (1, 2)
+            stored = BlocksStored([KvBlock(len(asked), token_ids)], parent=None)
+            yield KvEventBatch(number=len(asked), timestamp=0.0, events=[stored])
+            if len(asked) == 3:
+                await asyncio.sleep(60)
+
+    index = KvIndex()
+    following = asyncio.create_task(follow(Source(), index, name="w"))
+    while len(asked) < 3 or index.number != 3:
+        assert not following.done()
+        await asyncio.sleep(0.001)
+    assert (asked, len(index)) == ([0, 1, 0], 1)
+    following.cancel()
 
 
 async def test_closing_early_closes_the_workers_stream() -> None:
