@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -14,6 +13,8 @@ import pytest
 import torch
 from driver import greedy_prompt, greedy_tokens, make_engine, random_prompt, request, run
 from in_process import InProcessClient
+from paced import hold_long_requests, step_when_read
+from waits import SECONDS, until_true
 
 from msaserve.engine.async_engine import AsyncEngine
 from msaserve.engine.plan import StepPlan, StepResult
@@ -27,18 +28,25 @@ class Harness:
 
     def __init__(self) -> None:
         self.engine = make_engine(num_pages=300, max_num_batched_tokens=256)
+        hold_long_requests(self.engine)
         self.threaded = AsyncEngine(self.engine)
         self.client: EngineClient = InProcessClient(self.threaded)
 
     async def read(self, generate_request: GenerateRequest) -> list[TokenEvent]:
         return [event async for event in self.client.generate(generate_request)]
 
-    async def until_empty(self) -> None:
-        for _ in range(500):
-            load = await self.client.load()
-            if not (load.num_running or load.num_waiting):
-                break
+    async def until_any_output(self) -> None:
+        await until_true(lambda: self.engine.load().num_output_tokens)
+
+    async def until_ended(self) -> None:
+        while await self.client.is_ready():
             await asyncio.sleep(0.01)
+
+    async def until_empty(self) -> None:
+        load = self.engine.load()
+        while load.num_running or load.num_waiting:
+            await asyncio.sleep(0.01)
+            load = self.engine.load()
         assert (load.num_running, load.num_waiting, load.num_used_pages) == (0, 0, 0)
 
 
@@ -107,8 +115,10 @@ async def test_64_streams_some_closed_early(harness: Harness) -> None:
 
 
 async def test_a_slow_reader_holds_nobody_up_and_loses_nothing(harness: Harness) -> None:
+    read_on = step_when_read(harness.engine, harness.threaded)
     slow = harness.client.generate(request("slow", greedy_prompt("tiny")))
     first = await slow.__anext__()
+    read_on()
     other = await harness.read(request("other", greedy_prompt("tiny")))
     assert tokens(other) == greedy_tokens("tiny")
     await harness.until_empty()  # the slow one has ended too, unread
@@ -120,8 +130,7 @@ async def test_a_slow_reader_holds_nobody_up_and_loses_nothing(harness: Harness)
 
 async def test_abort_by_id(harness: Harness) -> None:
     task = asyncio.create_task(harness.read(request("a", [5, 6], max_tokens=100_000 // 32, n=2)))
-    while not (await harness.client.load()).num_output_tokens:
-        await asyncio.sleep(0.005)
+    await harness.until_any_output()
     await harness.client.abort("nobody")
     await harness.client.abort("a")
     events = await task
@@ -130,6 +139,7 @@ async def test_abort_by_id(harness: Harness) -> None:
 
 
 async def test_abort_of_one_output(harness: Harness) -> None:
+    step_when_read(harness.engine, harness.threaded)
     stream = harness.client.generate(request("a", [5, 6], max_tokens=60, n=3))
     events = [await stream.__anext__()]
     await harness.threaded.abort("a", index=1)
@@ -173,7 +183,7 @@ async def test_drain_ends_what_runs_and_takes_nothing_new(harness: Harness) -> N
     with pytest.raises(OverloadedError):
         await harness.read(request("b", [5]))
     assert not await harness.client.is_ready()
-    await asyncio.wait_for(drain, 30)
+    await asyncio.wait_for(drain, SECONDS)
     rest = [event async for event in stream]
     assert tokens([first, *rest]) == greedy_tokens("tiny")
 
@@ -181,15 +191,14 @@ async def test_drain_ends_what_runs_and_takes_nothing_new(harness: Harness) -> N
 async def test_close_aborts_what_runs(harness: Harness) -> None:
     task = asyncio.create_task(harness.read(request("a", [5, 6], max_tokens=2000)))
     waiting = asyncio.create_task(harness.read(request("b", [5, 6], max_tokens=2000)))
-    while not (await harness.client.load()).num_output_tokens:
-        await asyncio.sleep(0.005)
+    await harness.until_any_output()
     await harness.client.close()
     assert (await task)[-1].finish_reason == "abort"
     assert (await waiting)[-1].finish_reason == "abort"
     assert (await harness.client.load()).num_used_pages == 0
     with pytest.raises((OverloadedError, EngineError)):
         await harness.read(request("c", [5]))
-    await asyncio.wait_for(harness.client.drain(), 5)
+    await asyncio.wait_for(harness.client.drain(), SECONDS)
     await harness.client.abort("a")
     await harness.client.close()
 
@@ -218,8 +227,7 @@ async def test_a_dead_engine_answers_everyone(harness: Harness, monkeypatch: pyt
     last = [event async for event in stream][-1]
     assert last.finish_reason == "error"
     assert last.error == "the engine has stopped: AssertionError: a page is lost"
-    while await harness.client.is_ready():
-        await asyncio.sleep(0.01)
+    await harness.until_ended()
     with pytest.raises(EngineError, match="a page is lost"):
         await harness.read(request("b", [5]))
 
@@ -235,8 +243,7 @@ async def test_a_device_error_ends_the_engine(harness: Harness, monkeypatch: pyt
     assert event.finish_reason == "error"
     assert event.error is not None
     assert "an illegal memory access" in event.error
-    while await harness.client.is_ready():
-        await asyncio.sleep(0.01)
+    await harness.until_ended()
     with pytest.raises(EngineError, match="an illegal memory access"):
         await harness.read(request("b", [5]))
 
@@ -265,19 +272,22 @@ async def test_a_command_that_fails_leaves_none_behind_it_unanswered(
     await asyncio.sleep(0.05)
     go_on.set()
     with pytest.raises(EngineError, match="a page is lost"):
-        await asyncio.wait_for(later, 10)
-    assert (await asyncio.wait_for(running, 10))[-1].finish_reason == "error"
+        await asyncio.wait_for(later, SECONDS)
+    assert (await asyncio.wait_for(running, SECONDS))[-1].finish_reason == "error"
     with pytest.raises(EngineError, match="a page is lost"):
-        await asyncio.wait_for(flushed, 10)
+        await asyncio.wait_for(flushed, SECONDS)
 
 
 async def test_pages_are_checked_when_idle(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[float] = []
+    calls: list[None] = []
     monkeypatch.delenv("MSASERVE_CHECK")
+    monkeypatch.setattr("msaserve.engine.async_engine.IDLE_CHECK_SECONDS", 2 * SECONDS)
+    await harness.read(request("a", [5]))  # from here on it rests for so long
     monkeypatch.setattr("msaserve.engine.async_engine.IDLE_CHECK_SECONDS", 0.05)
-    monkeypatch.setattr(harness.engine, "check_integrity", lambda: calls.append(time.monotonic()))
+    monkeypatch.setattr(harness.engine, "check_integrity", lambda: calls.append(None))
     await harness.read(request("a", [5]))
-    await asyncio.sleep(0.4)
+    await until_true(lambda: calls)
+    await asyncio.sleep(0.3)
     assert len(calls) == 1
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from waits import SECONDS
 
 from msaserve.config import GenerationDefaults
 from msaserve.gateway.app import GatewaySettings, create_app
@@ -184,6 +185,6 @@ def serve(
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(SECONDS)
         listener.close()
         assert not thread.is_alive()

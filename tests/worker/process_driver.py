@@ -12,19 +12,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from paced import HELD
+from waits import SECONDS
 from worker_driver import TINY
 
-SECONDS = 200
 ADDRESS, URL = r"--worker (grpc://\S+)", r"curl (http://[^/]+)"
 
 
 class Process:
     """One msaserve command."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, holds: bool = False) -> None:
+        """holds: its engine holds long requests, as `paced.hold_long_requests` does."""
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "msaserve", *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": str(HELD)} if holds else {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -47,15 +49,15 @@ class Process:
             if match:
                 return match.group(1)
             assert time.monotonic() < deadline
-        raise AssertionError(f"the process ended with {self.popen.wait(10)}: {self.log}")
+        raise AssertionError(f"the process ended with {self.wait()}: {self.log}")
 
     def end(self, number: int) -> int:
         self.popen.send_signal(number)
-        return self.wait(30)
+        return self.wait()
 
-    def wait(self, seconds: float) -> int:
-        code = self.popen.wait(seconds)
-        self._reader.join(5)
+    def wait(self) -> int:
+        code = self.popen.wait(SECONDS)
+        self._reader.join(SECONDS)
         return code
 
     @property
@@ -64,19 +66,19 @@ class Process:
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[Process]:
-    process = Process(*arguments)
+def running(*arguments: str, holds: bool = False) -> Iterator[Process]:
+    process = Process(*arguments, holds=holds)
     try:
         yield process
     finally:
         if process.popen.poll() is None:
             process.popen.kill()
-        process.popen.wait(10)
+        process.popen.wait(SECONDS)
 
 
-def worker(address: str = "127.0.0.1:0", *options: str) -> Any:
+def worker(address: str = "127.0.0.1:0", *options: str, holds: bool = False) -> Any:
     sizes = ("--kv-cache-gib", "0.02", "--max-model-len", "4096")
-    return running("worker", str(TINY), "--grpc", address, *sizes, *options)
+    return running("worker", str(TINY), "--grpc", address, *sizes, *options, holds=holds)
 
 
 def gateway(*addresses: str, **options: str) -> Any:
@@ -84,5 +86,6 @@ def gateway(*addresses: str, **options: str) -> Any:
     return running("gateway", "--worker", *addresses, "--port", "0", *flags)
 
 
-def serve(*options: str) -> Any:
-    return running("serve", str(TINY), "--port", "0", "--kv-cache-gib", "0.02", "--max-model-len", "4096", *options)
+def serve(*options: str, holds: bool = False) -> Any:
+    sizes = ("--kv-cache-gib", "0.02", "--max-model-len", "4096")
+    return running("serve", str(TINY), "--port", "0", *sizes, *options, holds=holds)

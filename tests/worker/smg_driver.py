@@ -7,9 +7,9 @@ import base64
 import importlib.util
 import io
 import shutil
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from waits import SECONDS, free_port
 
 # The tiny checkpoint's template in the words by which smg recognises that a template takes lists of parts; of others it
 # makes one string, media first.
@@ -82,14 +83,9 @@ async def running_smg(worker_port: int, log: Path) -> AsyncIterator[Smg]:
             process.wait()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-    return port
-
-
 async def _until_ready(http: httpx.AsyncClient, log: Path) -> None:
-    for _ in range(300):
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
         try:
             if (await http.get("/readiness")).status_code == 200 and (await http.get("/v1/models")).json()["data"]:
                 return

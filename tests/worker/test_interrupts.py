@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 from process_driver import SECONDS
-from test_serve import are_gone, temporary_files, until  # noqa: F401 (a fixture)
+from test_serve import are_gone, temporary_files  # noqa: F401 (a fixture)
+from waits import until
 from worker_driver import TINY
 
 NUM_RANDOM = int(os.environ.get("MSASERVE_TEST_INTERRUPTS", "3"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import grpc
 import pytest
 from smg_grpc_proto.generated import common_pb2
+from waits import SECONDS, free_port, until_true
 from worker_driver import PROMPT, Worker, new_engine, read, request, running_worker, tokens
 
 from msaserve.cache.prefix import BlockHashes, Tokens
@@ -18,14 +19,6 @@ from msaserve.gateway.grpc_client import GrpcClient
 from msaserve.gateway.kv_index import KvEventsUnsupportedError, KvIndex, PromptBlocks, follow
 from msaserve.gateway.router import Router
 from msaserve.kv_events import BlocksStored, CursorLostError, KvEventBatch
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come to pass")
 
 
 async def first_batches(client: GrpcClient, after: int, count: int) -> list[KvEventBatch]:
@@ -43,7 +36,7 @@ async def fleet() -> AsyncIterator[tuple[Router, list[Worker]]]:
     async with running_worker() as one, running_worker() as other:
         clients = [GrpcClient(f"grpc://127.0.0.1:{worker.port}") for worker in (one, other)]
         router = Router([(str(i), client) for i, client in enumerate(clients)])
-        await until(lambda: all(backend.blocks.is_known for backend in router._backends))
+        await until_true(lambda: all(backend.blocks.is_known for backend in router._backends))
         try:
             yield router, [one, other]
         finally:
@@ -90,14 +83,13 @@ async def test_a_worker_without_prefix_cache_has_no_events() -> None:
             await first_batches(worker.client, 0, 1)
 
 
-async def test_subscriptions_end_with_the_worker() -> None:
+async def test_subscriptions_end_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msaserve.worker.server._END_SECONDS", 2 * SECONDS)
     async with running_worker() as worker:
         index = KvIndex()
         following = asyncio.create_task(follow(worker.client, index, name="w"))
-        await until(lambda: index.is_known)
-        start = asyncio.get_running_loop().time()
-        await worker.server.close()
-        assert asyncio.get_running_loop().time() - start < 1.5  # it did not wait for the subscriber to leave
+        await until_true(lambda: index.is_known)
+        await asyncio.wait_for(worker.server.close(), SECONDS)  # it does not wait for the subscriber to leave
         with pytest.raises(MsaserveError):
             await first_batches(worker.client, 0, 1)
         following.cancel()
@@ -110,7 +102,7 @@ async def test_the_second_turn_goes_where_the_first_turns_blocks_are() -> None:
             first = [(seed * 31 + i) % 400 + 3 for i in range(100)]
             answer = tokens(await read(router, request(f"first-{seed}", first)))
             answers[seed] = [*first, *answer, 7, 8, 9]
-        await until(lambda: sum(len(backend.blocks) for backend in router._backends) >= 14)
+        await until_true(lambda: sum(len(backend.blocks) for backend in router._backends) >= 14)
         for backend in router._backends:
             backend.segments.clear()  # from here on only what the workers say counts
         for turn, prompt in answers.items():
@@ -129,15 +121,15 @@ async def test_after_a_flush_nobody_is_home() -> None:
         prompt = [i % 400 + 3 for i in range(600)]  # two segments of the router's own estimate too
         await read(router, request("first", prompt, max_tokens=4))
         (home,) = [i for i in (0, 1) if workers[i].engine.load().num_output_tokens]
-        await until(lambda: len(router._backends[home].blocks) > 30)
+        await until_true(lambda: len(router._backends[home].blocks) > 30)
         asked = PromptBlocks(request("x", prompt))
         assert router._backends[home].num_known(asked) >= 592
         assert [state.num_indexed_blocks > 30 for state in await router.workers()] == [i == home for i in (0, 1)]
         for _ in range(3):
             assert router._choose(asked, []) is router._backends[home]
-        flushed = await workers[home].stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=5))
+        flushed = await workers[home].stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=SECONDS))
         assert flushed.success
-        await until(lambda: not len(router._backends[home].blocks))
+        await until_true(lambda: not len(router._backends[home].blocks))
         assert router._backends[home].num_known(asked) == 0
         assert {router._choose(asked, []) for _ in range(4)} == set(router._backends)
 
@@ -151,7 +143,7 @@ async def test_evicted_blocks_are_not_counted() -> None:
         for i, prompt in enumerate(prompts):
             await read(worker.client, request(str(i), prompt, max_tokens=2))
         assert num_pages < 4 * 25
-        await until(lambda: index.num_tokens(PromptBlocks(request("x", prompts[-1]))) == 400)
+        await until_true(lambda: index.num_tokens(PromptBlocks(request("x", prompts[-1]))) == 400)
         assert len(index) == len(worker.engine.scheduler.index.pages()) <= num_pages
         for prompt in prompts:
             found = worker.engine.scheduler.index.match(_hashes(worker, prompt), 25)
@@ -167,16 +159,16 @@ async def test_another_worker_behind_the_address_begins_anew() -> None:
     prompt = [i % 400 + 3 for i in range(100)]
     asked = PromptBlocks(request("x", prompt))
     index = KvIndex()
-    async with running_worker() as first:
+    async with running_worker(port=free_port()) as first:
         client = GrpcClient(f"grpc://127.0.0.1:{first.port}")
         following = asyncio.create_task(follow(client, index, name="w"))
         await read(client, request("a", prompt, max_tokens=2))
-        await until(lambda: index.num_tokens(asked) == 96)
+        await until_true(lambda: index.num_tokens(asked) == 96)
         number = index.number
     async with running_worker(port=first.port) as second:
-        await until(lambda: index.number > number)
+        await until_true(lambda: index.number > number)
         assert index.num_tokens(asked) == 0
         await read(second.client, request("b", prompt, max_tokens=2))
-        await until(lambda: index.num_tokens(asked) == 96)
+        await until_true(lambda: index.num_tokens(asked) == 96)
         following.cancel()
         await client.close()

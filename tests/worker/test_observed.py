@@ -176,16 +176,16 @@ def test_metrics_of_workers_and_media() -> None:
                     assert http.post(f"{url}/v1/chat/completions", json=CHAT).status_code == 200
                 get = read()
                 assert get("smg_worker_health", worker=addresses[1]) == 0
-                assert get("smg_worker_retries_total", worker=addresses[1]) == 1
-                assert get("smg_worker_cb_state", worker=addresses[1]) == 1
-                assert get("smg_worker_cb_consecutive_failures", worker=addresses[1]) == 1
+                failures = get("smg_worker_cb_consecutive_failures", worker=addresses[1])
+                assert get("smg_worker_retries_total", worker=addresses[1]) == failures >= 1
+                assert get("smg_worker_cb_state", worker=addresses[1]) in (1, 2)  # open, or due to be tried again
                 assert get("msaserve:num_pages") == get("msaserve:num_pages", model_name="tiny") > 0
 
 
 def test_a_line_for_who_left() -> None:
     """A client that leaves is told apart from one that has its answer."""
     body = {"model": "tiny", "prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    with serve("--access-log") as server, httpx.Client(trust_env=False, timeout=SECONDS) as http:
+    with serve("--access-log", holds=True) as server, httpx.Client(trust_env=False, timeout=SECONDS) as http:
         url = server.line(URL) + "/v1/completions"
         with http.stream("POST", url, json=body) as answer:
             next(answer.iter_lines())

@@ -7,8 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import httpx
 import psutil
 import pytest
 from process_driver import SECONDS, URL, Process, running, serve
+from waits import until
 from worker_driver import TINY
 
 TEXT = "/v1/completions"
@@ -23,13 +23,6 @@ TEXT = "/v1/completions"
 
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": "go", "ignore_eos": True, "max_tokens": 3000, "stream": True, **fields}
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def descendants(process: Process) -> list[psutil.Process]:
@@ -69,28 +62,30 @@ def http() -> Iterator[httpx.Client]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_drain_both(number: signal.Signals, http: httpx.Client, temporary_files: Path) -> None:
     """A terminal's Ctrl-C and some supervisors' SIGTERM come to every process of the group at once."""
-    with serve() as server:
+    with serve(holds=True) as server:
         url = server.line(URL)
         family = descendants(server)
         assert len(family) >= 2  # the worker, and a media process
         assert len(list(temporary_files.iterdir())) == 1
-        with http.stream("POST", url + TEXT, json=body(max_tokens=100)) as answer:
+        asked = body(max_tokens=100, stream_options={"include_usage": True})
+        with http.stream("POST", url + TEXT, json=asked) as answer:
             lines = answer.iter_lines()
             next(lines)
             os.killpg(server.popen.pid, number)
             if number is signal.SIGTERM:
                 worker_of(server).terminate()
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        assert len(rest) > 50
-        assert server.wait(30) == 0, server.log
+            *_, last, usage, done = [line for line in lines if line]
+        assert done == "data: [DONE]"
+        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 100
+        assert server.wait() == 0, server.log
         assert are_gone(family)
         assert not list(temporary_files.iterdir())
         assert "Traceback" not in server.log
 
 
 def test_the_worker_dies(http: httpx.Client, temporary_files: Path) -> None:
-    with serve() as server:
+    with serve(holds=True) as server:
         url = server.line(URL)
         family = descendants(server)
         with http.stream("POST", url + TEXT, json=body()) as answer:
@@ -99,7 +94,7 @@ def test_the_worker_dies(http: httpx.Client, temporary_files: Path) -> None:
             worker_of(server).kill()
             last = [line for line in lines if line][-1]
         assert "the worker failed" in json.loads(last.removeprefix("data: "))["error"]["message"]
-        assert server.wait(30) == 1
+        assert server.wait() == 1
         assert "msaserve: error: the worker died: SIGKILL" in server.log
         assert "Traceback" not in server.log
         assert are_gone(family)
@@ -114,14 +109,14 @@ def test_nothing_outlives_a_server_that_is_killed(*, is_loaded: bool, temporary_
         worker_of(server)
         family = descendants(server)
         server.popen.kill()
-        until(lambda: are_gone(family), 10)
+        until(lambda: are_gone(family))
         assert not list(temporary_files.iterdir())
 
 
 def test_a_worker_that_dies_while_it_loads() -> None:
     with serve() as server:
         worker_of(server).kill()
-        assert server.wait(30) == 1
+        assert server.wait() == 1
         assert "msaserve: error: the worker died before it was ready: SIGKILL" in server.log
 
 
@@ -131,7 +126,7 @@ def test_weights_that_cannot_be_loaded(tmp_path: Path) -> None:
         if path.suffix in (".json", ".jinja"):
             shutil.copy(path, tmp_path)
     with running("serve", str(tmp_path), "--port", "0") as server:
-        assert server.wait(30) == 2
+        assert server.wait() == 2
         assert server.log.startswith("msaserve: error: ")
         assert len(server.log.splitlines()) == 1, server.log
 
@@ -140,7 +135,7 @@ def test_ctrl_c_while_it_loads() -> None:
     with serve() as server:
         worker = worker_of(server)
         server.popen.send_signal(signal.SIGINT)
-        assert server.wait(30) == 130
+        assert server.wait() == 130
         assert are_gone([worker])
         assert "Traceback" not in server.log
 

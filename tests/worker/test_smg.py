@@ -158,13 +158,11 @@ async def test_it_follows_the_kv_events(front: Front) -> None:
     """smg's index has as many blocks as the worker. (Of blocks that differ in a picture alone it counts one.)"""
 
     async def until_indexed(count: int) -> None:
-        for _ in range(50):
+        seen = -1.0
+        while seen != count:
             lines = (await front.http.get(front.metrics)).text.splitlines()
             seen = sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("smg_kv_index_blocks"))
-            if seen == count:
-                return
             await asyncio.sleep(0.1)
-        raise AssertionError(f"{seen} blocks are indexed, not {count}")
 
     for words in ("a prompt of more than one block, so that there is something to be stored", "and one more"):
         assert (await front.http.post("/flush_cache")).json()["status"] == "success"
@@ -188,17 +186,17 @@ async def test_clients_that_go_away(front: Front) -> None:
         async for _ in answer.aiter_lines():
             break
     await front.worker.until_empty()
-    with pytest.raises(httpx.ReadTimeout):
-        await front.http.post("/v1/chat/completions", json=body, timeout=0.5)
+    asked = asyncio.create_task(front.http.post("/v1/chat/completions", json=body))
+    await front.worker.until(3)
+    asked.cancel()
     await front.worker.until_empty()
     assert front.worker.engine.load().num_output_tokens - before < 3000
 
 
 async def test_the_load_it_polls(front: Front) -> None:
-    for _ in range(100):
+    worker: dict[str, Any] = {}
+    while "engine_load" not in worker:
         (worker,) = (await front.http.get("/workers")).json()["workers"]
-        if "engine_load" in worker:
-            break
         await asyncio.sleep(0.1)
     assert worker["runtime_type"] == "vllm"
     assert worker["labels"]["mm_device_do_normalize"] == "true"

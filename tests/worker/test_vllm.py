@@ -93,6 +93,75 @@ async def test_whole_and_streamed(front: Front) -> None:
     assert streamed.text.rstrip().endswith("data: [DONE]")
 
 
+async def spoken(front: Front, n: int = 1, **fields: Any) -> list[tuple[str, str, list[float]]]:
+    """Text, finish reason and log-probabilities of each choice of a streamed answer."""
+    answer = await front.chat(stream=True, n=n, logprobs=True, top_logprobs=2, **fields)
+    assert answer.text.rstrip().endswith("data: [DONE]"), answer.text
+    texts, reasons, logprobs = [""] * n, [""] * n, [[] for _ in range(n)]  # type: ignore[var-annotated]
+    for line in answer.text.splitlines():
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+            texts[choice["index"]] += choice["delta"].get("content") or ""
+            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+            logprobs[choice["index"]] += [p["logprob"] for p in (choice["logprobs"] or {}).get("content") or ()]
+    return list(zip(texts, reasons, logprobs, strict=True))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1},
+        {"n": 1, "temperature": 1, "seed": 5},
+        {"n": 3, "temperature": 1, "seed": 5},
+        {"n": 1, "max_tokens": 1},
+        {"n": 3, "max_tokens": 30, "ignore_eos": True, "temperature": 1, "seed": 7},
+        {"n": 1, "max_tokens": 30, "stop": True},
+        {"n": 3, "max_tokens": 30, "temperature": 1, "seed": 5, "stop": True},
+    ],
+)
+async def test_whole_answers_are_what_streams_bring(front: Front, fields: dict[str, Any]) -> None:
+    """One message of the worker's for each choice, but with a stop string, which is looked for in a stream."""
+    fields = dict(fields)
+    if fields.pop("stop", False):
+        first = (await front.choice(**{**fields, "n": 1}))["message"]["content"]
+        fields["stop"] = [first[6:8], "never said"]
+    answer = await front.chat(logprobs=True, top_logprobs=2, **fields)
+    assert answer.status_code == 200, answer.text
+    whole = answer.json()
+    choices = sorted(whole["choices"], key=lambda choice: choice["index"])
+    assert [choice["index"] for choice in choices] == list(range(fields["n"]))
+    streamed = await spoken(front, **fields)
+    for choice, (said, reason, logprobs) in zip(choices, streamed, strict=True):
+        positions = choice["logprobs"]["content"]
+        assert (choice["message"]["content"] or "", choice["finish_reason"]) == (said, reason)
+        assert [position["logprob"] for position in positions] == pytest.approx(logprobs, abs=1e-3)
+        assert all(len(position["top_logprobs"]) >= 2 for position in positions)
+        for stop in fields.get("stop", ()):
+            assert stop not in said
+    if "stop" in fields:
+        assert streamed[0][1] == "stop"
+    usage = whole["usage"]
+    assert fields["n"] <= usage["completion_tokens"] <= fields["n"] * fields.get("max_tokens", 12)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+async def test_a_client_that_leaves_a_whole_answer(front: Front) -> None:
+    fields = {"max_tokens": 900, "ignore_eos": True}
+    for n in (1, 3):
+        asking = asyncio.create_task(front.chat("x", n=n, temperature=1, **fields))
+        for _ in range(100):
+            if (await front.client.load()).num_running:
+                break
+            await asyncio.sleep(0.05)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        for _ in range(100):
+            if (await front.client.load()).num_running == 0:
+                break
+            await asyncio.sleep(0.1)
+        else:
+            raise AssertionError("the request goes on")
+
+
 async def test_sampling(front: Front) -> None:
     answer = await front.chat(n=2, seed=5, temperature=1, logprobs=True, top_logprobs=2)
     for choice in answer.json()["choices"]:

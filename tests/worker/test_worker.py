@@ -18,6 +18,7 @@ import pytest
 from in_process import InProcessClient
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
+from waits import SECONDS
 from worker_driver import (
     GREEDY,
     IMAGE,
@@ -433,7 +434,7 @@ async def test_flush_cache() -> None:
         assert "1 requests" in busy.message
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        done = await worker.stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=60))
+        done = await worker.stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=SECONDS))
         assert done.success
         assert (await worker.client.load()).num_cached_pages == 0
         assert (await read(worker.client, request("a", max_tokens=1)))[0].num_cached_tokens == 0
@@ -450,10 +451,10 @@ async def test_what_is_not_there_says_so() -> None:
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_message_of_257_mib() -> None:
+async def test_a_message_of_65_mib() -> None:
     """Far beyond gRPC's default of 4 MiB: refused for what it says, not for its size."""
     generate = pb.GenerateRequest(request_id="h", tokenized={"input_ids": PROMPT}, data_parallel_rank=1)
-    generate.mm_inputs.pixel_values.inline = bytes(257 * 2**20)
+    generate.mm_inputs.pixel_values.inline = bytes(65 * 2**20)
     async with running_worker() as worker:
         with pytest.raises(grpc.aio.AioRpcError, match="rank 0 only") as caught:
             [r async for r in worker.stub.Generate(generate)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ import grpc
 from golden_data import golden
 from paced import hold_long_requests, step_when_read
 from smg_grpc_proto import vllm_engine_pb2_grpc as services
+from waits import until_true
 
 from msaserve.config import EngineConfig
 from msaserve.engine.async_engine import AsyncEngine
@@ -43,18 +43,16 @@ class Worker:
         step_when_read(self.engine, self.async_engine)
 
     async def until_empty(self) -> None:
-        for _ in range(6000):
+        def is_empty() -> bool:
             load = self.engine.load()
-            if not (load.num_running or load.num_waiting or load.num_used_pages):
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"the engine is not empty: {load}")
+            return not (load.num_running or load.num_waiting or load.num_used_pages)
+
+        await until_true(is_empty)
 
     async def until(self, num_output_tokens: int) -> None:
         """Until the engine has made so many tokens more than now."""
         goal = self.engine.load().num_output_tokens + num_output_tokens
-        while self.engine.load().num_output_tokens < goal:
-            await asyncio.sleep(0.005)
+        await until_true(lambda: self.engine.load().num_output_tokens >= goal)
 
 
 def new_engine(**config: Any) -> Engine:
@@ -66,7 +64,7 @@ def new_engine(**config: Any) -> Engine:
 async def running_worker(
     engine: Engine | None = None, *, port: int = 0, **client_options: Any
 ) -> AsyncIterator[Worker]:
-    """Requests of paced.LONG tokens and more last until something ends them."""
+    """Long requests are held: see `paced`."""
     engine = engine or new_engine()
     hold_long_requests(engine)
     async_engine = AsyncEngine(engine)
