@@ -81,6 +81,11 @@ class Request:
         return len(self.tokens)
 
     @property
+    def num_left(self) -> int:
+        """Known tokens whose K, V and index-K are not there: 1 while it decodes, more while its prompt is computed."""
+        return len(self.tokens) - self.num_computed_tokens
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 

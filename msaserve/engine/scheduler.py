@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msaserve.cache.blocks import BlockPool
@@ -16,6 +17,9 @@ from msaserve.engine.seen import SeenTokens
 from msaserve.errors import BusyError, InvalidRequestError
 from msaserve.kv_events import KvEventLog
 from msaserve.types import EngineLoad, FinishReason, Logprobs
+
+_SHORT = 4
+"""A prompt is short beside one that has so many times as much left: half of that one's speed is well spent on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +75,11 @@ class RequestOutput:
 class Scheduler:
     """Continuous batching over a paged cache: schedule, run, commit; one step at a time.
 
-    - Order of service is order of arrival, throughout. Running requests come before waiting ones; among the running,
-      those with one token to compute before those with a chunk of prompt.
+    - Order of service is order of arrival. Running requests come before waiting ones; among the running, those with one
+      token to compute before those with a chunk of prompt, but younger ones leave the oldest prompt half of the budget.
+    - A question need not wait for a book: where the oldest prompt takes more than this step, prompts of no more than a
+      quarter of what it has left may take half of the step from it, the shortest first.
+    - A request whose next block another's prompt is just coming to waits for it, and finds it in the prefix index.
     - A request is admitted when pages for all its known tokens are there, so a prompt once begun is never stopped
       half-way by its own growth; only decoding takes pages one by one.
     - When decoding finds no page, the latest arrival that runs gives up all of its pages. It keeps its tokens and is
@@ -173,32 +180,30 @@ class Scheduler:
         """The next step. Without rows if there is no work; otherwise `commit` must follow."""
         assert self._plan is None, "the last step was not committed"
         budget = self.config.max_num_batched_tokens
+        half = budget - budget // 2
         planned: list[tuple[Request, PlanRow]] = []
 
+        kept = 0
         for request in tuple(self._running):
-            if budget == 0:
-                break
-            if request.num_tokens - request.num_computed_tokens == 1:
-                if request.status is not RequestStatus.RUNNING or not self._grow(request):
-                    break  # it was preempted, and with it all that follow
+            if request.num_left > 1:
+                kept = half  # what came later leaves it this much
+            elif budget <= kept or request.status is not RequestStatus.RUNNING or not self._grow(request):
+                break  # it was preempted, and with it all that follow
+            else:
                 planned.append((request, self._row(request, 1)))
                 budget -= 1
-        for request in self._running:
-            if budget == 0:
-                break
-            query_len = min(request.num_tokens - request.num_computed_tokens, budget)
-            if request.num_tokens - request.num_computed_tokens > 1:
-                planned.append((request, self._row(request, query_len)))
-                budget -= query_len
+        prompts = [request for request in self._running if request.num_left > 1]
         # Whatever was just preempted waits first in line, for more pages than it gave up. Only if its blocks are those
         # of other requests too does it come back at once, sharing theirs; then there may be room for others behind it.
-        while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
+        while self._waiting and len(self._running) < self.config.max_num_seqs and _num_open(prompts, budget, half) > 0:
             request = self._waiting[0]
-            if not self._admit(request):
+            # A short one need not wait for what stands still itself.
+            is_short = bool(prompts) and _SHORT * request.num_tokens <= prompts[0].num_left
+            others = [prompt for prompt, _ in _shares(prompts, budget, half)] if is_short else prompts
+            if self._is_being_computed(request, others) or not self._admit(request):
                 break
-            query_len = min(request.num_tokens - request.num_computed_tokens, budget)
-            planned.append((request, self._row(request, query_len)))
-            budget -= query_len
+            prompts.append(request)
+        planned += [(request, self._row(request, query_len)) for request, query_len in _shares(prompts, budget, half)]
 
         planned.sort(key=lambda pair: len(pair[1].token_ids) > 1)
         plan = StepPlan(rows=[row for _, row in planned])
@@ -398,6 +403,20 @@ class Scheduler:
         self._running.append(request)
         return True
 
+    def _is_being_computed(self, request: Request, prompts: Sequence[Request]) -> bool:
+        """Whether the block that a waiting request would compute first is the next of one of these prompts, too."""
+        hashes, size = request.hashes, self.config.block_size
+        if hashes is None:
+            return False
+        for other in prompts:
+            block = other.num_computed_tokens // size
+            if block < min((request.num_tokens - 1) // size, other.num_tokens // size) and other.is_indexed:
+                assert other.hashes is not None
+                # The first block's tells most of them apart, and is at hand.
+                if all(hashes.digest(i) == other.hashes.digest(i) for i in (0, block)):
+                    return True
+        return False
+
     def _index_blocks(self, request: Request) -> None:
         """Offer the blocks that the last step completed to the prefix index."""
         size = self.config.block_size
@@ -440,3 +459,35 @@ class Scheduler:
                 if request.is_finished:
                     self._free_pages(request)
             self._running = [request for request in self._running if not request.is_finished]
+
+
+def _short(prompts: Sequence[Request], budget: int) -> list[Request]:
+    """Those that go before half of the first, the shortest first: none if a step can compute all of the first."""
+    first = prompts[0].num_left
+    if first <= budget:
+        return []
+    return sorted((one for one in prompts if _SHORT * one.num_left <= first), key=lambda one: one.num_left)
+
+
+def _num_open(prompts: Sequence[Request], budget: int, half: int) -> int:
+    """Tokens of what is left of a step's budget that `_shares` would leave to one more prompt, if that is short."""
+    if not prompts:
+        return budget
+    if prompts[0].num_left <= budget:
+        return budget - sum(request.num_left for request in prompts)
+    return budget - half - sum(request.num_left for request in _short(prompts, budget))
+
+
+def _shares(prompts: Sequence[Request], budget: int, half: int) -> list[tuple[Request, int]]:
+    """Tokens of each prompt, in order of arrival, that this step computes; those without any are left out."""
+    if not prompts:
+        return []
+    first = prompts[0].num_left
+    lens = dict.fromkeys(prompts, 0)
+    lens[prompts[0]] = first if first <= budget else min(budget, half)
+    left = budget - lens[prompts[0]]
+    for request in (*_short(prompts, budget), *prompts):
+        more = min(request.num_left - lens[request], left)
+        lens[request] += more
+        left -= more
+    return [(request, num_tokens) for request, num_tokens in lens.items() if num_tokens]

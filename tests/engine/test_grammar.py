@@ -126,7 +126,7 @@ def tokens_alone() -> list[list[int]]:
     [
         {},
         {"max_num_batched_tokens": 7},
-        {"num_pages": 12, "max_num_seqs": 8},
+        {"num_pages": 12, "max_num_seqs": 8, "enable_prefix_cache": False},
         {"max_num_seqs": 1},
     ],
     ids=["together", "chunked", "preempted", "one by one"],

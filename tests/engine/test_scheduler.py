@@ -133,6 +133,69 @@ def test_a_chunk_of_one_token_stands_among_the_first_rows() -> None:
     assert shape(step(engine)) == [("b", 0, 1), ("a", 0, 6)]
 
 
+def test_a_question_does_not_wait_for_a_book() -> None:
+    engine = scheduler(max_num_batched_tokens=8, max_model_len=200, num_pages=99)
+    engine.add(request("book", 100, max_tokens=2))
+    assert shape(step(engine)) == [("book", 0, 8)]
+    engine.add(request("question", 3, first=200))
+    engine.add(request("another", 2, first=300, max_tokens=3))
+    assert shape(step(engine)) == [("book", 8, 4), ("question", 0, 2), ("another", 0, 2)]
+    assert shape(step(engine)) == [("question", 2, 1), ("another", 2, 1), ("book", 12, 6)]
+    assert shape(step(engine)) == [("question", 3, 1), ("another", 3, 1), ("book", 18, 6)]
+
+
+def test_prompts_that_are_not_much_shorter_go_in_order_of_arrival() -> None:
+    engine = scheduler(max_num_batched_tokens=8, max_model_len=200, num_pages=99)
+    engine.add(request("first", 30, max_tokens=1))
+    engine.add(request("second", 20, first=200, max_tokens=1))
+    engine.add(request("short", 3, first=300, max_tokens=1))
+    plans = []
+    while engine.has_work():
+        plans.append(shape(step(engine)))
+    assert plans == [
+        [("first", 0, 5), ("short", 0, 3)],
+        [("first", 5, 8)],
+        [("first", 13, 8)],
+        [("first", 21, 8)],
+        [("first", 29, 1), ("second", 0, 7)],
+        [("second", 7, 8)],
+        [("second", 15, 5)],
+    ]
+
+
+def test_the_shortest_goes_first_and_a_stream_of_them_takes_half() -> None:
+    engine = scheduler(max_num_batched_tokens=8, max_model_len=400, num_pages=200, max_num_seqs=64)
+    book = request("book", 300, max_tokens=1)
+    engine.add(book)
+    engine.add(request("six", 6, first=400, max_tokens=1))
+    engine.add(request("one", 1, first=500, max_tokens=1))
+    for i in range(40):
+        engine.add(request(f"five {i}", 5, first=600 + 5 * i, max_tokens=1))
+    order, num_steps = [], 0
+    while not book.is_finished:
+        num_steps += 1
+        for row in step(engine).rows:
+            order += [row.request_id] if row.is_sampled else []
+    assert num_steps <= 300 // 4
+    assert order[0] == "one"
+    assert order[-1] == "book"
+
+
+def test_decoding_leaves_an_older_prompt_half_of_the_budget() -> None:
+    engine = scheduler(max_num_batched_tokens=4, max_model_len=200, num_pages=99)
+    book = request("book", 60, max_tokens=1)
+    engine.add(book)
+    for i in range(6):
+        engine.add(request(str(i), 1, first=100 + i, max_tokens=30))
+    num_steps = 0
+    while not book.is_finished:
+        plan = step(engine)
+        num_steps += 1
+        assert plan.num_tokens == 4
+        assert next(row.query_len for row in plan.rows if row.request_id == "book") >= 2
+    assert num_steps <= 30
+
+
 def test_no_more_rows_than_max_num_seqs() -> None:
     engine = scheduler(max_num_seqs=2)
     for name in "abc":

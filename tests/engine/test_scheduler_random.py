@@ -220,6 +220,7 @@ class Play:
                 failing = {row.request_id for row in plan.rows}
         if rng is not None and rng.random() < 0.1:
             self.in_flight(rng)
+        self.seen["passed"] += self.is_passed(plan)
         result = StepResult([self.compute(row, row.request_id in failing) for row in plan.rows])
         for row in plan.rows:
             self.check_memory(row, row.request_id in failing)
@@ -257,6 +258,12 @@ class Play:
                 page = row.pages[position // BLOCK]
                 assert self.scheduler.pool.ref_count(page) == 1, "a step writes to a shared page"
                 assert page not in self.scheduler.index, "a step writes to an indexed page"
+
+    def is_passed(self, plan: StepPlan) -> bool:
+        """Whether a prompt is begun while an older one's goes on behind this step."""
+        unfinished = [self.requests[row.request_id].order for row in plan.rows if not row.is_sampled]
+        begun = [self.requests[row.request_id].order for row in plan.rows if row.is_sampled and row.query_len > 1]
+        return bool(unfinished and begun) and min(unfinished) < max(begun)
 
     def compute(self, row: PlanRow, is_failing: bool) -> RowResult:
         value = root_value(self.requests[row.request_id].cache_salt)
@@ -381,6 +388,7 @@ def test_thousands_of_scripts(part: int) -> None:
         "another output",
         "preempted",
         "hit tokens",
+        "passed",
         "in flight",
         "abort waiting",
         "abort running",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -66,22 +67,54 @@ def test_what_is_reused_is_held_by_both() -> None:
     assert engine.load().num_used_pages == 3
 
 
-def test_blocks_are_found_only_after_they_were_computed() -> None:
+def test_whoever_needs_a_block_that_is_being_computed_waits_for_it() -> None:
     engine = scheduler()
-    same = [request(name, 9, max_tokens=1) for name in ("a", "b")]
-    for made in same:
-        engine.add(made)
-    assert shape(step(engine)) == [("a", 0, 9), ("b", 0, 9)]
-    assert hit_tokens(engine, 9) == 8
-    assert engine.load().num_cached_pages == 2  # b's copies went back as free pages
-
-
-def test_a_chunk_in_flight_is_not_yet_found_but_earlier_chunks_are() -> None:
-    engine = scheduler(max_num_batched_tokens=9)
-    engine.add(request("a", 16))
+    for name in ("a", "b"):
+        engine.add(request(name, 9, max_tokens=1))
+    engine.add(request("c", 6, first=200, max_tokens=1))
     assert shape(step(engine)) == [("a", 0, 9)]
-    engine.add(request("b", 16))
-    assert shape(step(engine)) == [("a", 9, 7), ("b", 8, 2)]
+    assert shape(step(engine)) == [("b", 8, 1), ("c", 0, 6)]
+
+
+def test_without_prefix_cache_nobody_waits_for_blocks() -> None:
+    engine = scheduler(enable_prefix_cache=False)
+    for name in ("a", "b"):
+        engine.add(request(name, 9, max_tokens=1))
+    assert shape(step(engine)) == [("a", 0, 9), ("b", 0, 9)]
+
+
+def test_nobody_waits_for_blocks_that_will_not_be_found() -> None:
+    engine = scheduler(max_num_batched_tokens=9)
+    engine.add(request("a", 16, max_tokens=1))
+    assert shape(step(engine)) == [("a", 0, 9)]
+    engine.flush_prefix_cache()  # what runs is not indexed any more
+    engine.add(request("b", 16, max_tokens=1))
+    assert shape(step(engine)) == [("a", 9, 7), ("b", 0, 2)]
+
+
+@pytest.mark.parametrize("num_shared", [16, 23, 24, 40])
+def test_blocks_are_waited_for_only_as_far_as_they_are_shared(num_shared: int) -> None:
+    """And of a prompt that is computed in chunks nothing is computed twice."""
+    engine = scheduler(max_num_batched_tokens=8)
+    long = request("long", 40, max_tokens=1)
+    other = request("other", [*long.prompt_token_ids[:num_shared], *range(900, 940 - num_shared)], max_tokens=1)
+    engine.add(long)
+    engine.add(other)
+    computed = Counter()
+    while engine.has_work():
+        computed.update({row.request_id: row.query_len for row in step(engine).rows})
+    assert computed["long"] == 40
+    assert other.num_cached_tokens == min(num_shared // 4 * 4, 36)
+    assert computed["other"] == 40 - other.num_cached_tokens
+
+
+def test_a_preempted_request_that_waits_for_blocks_comes_back() -> None:
+    engine = scheduler(num_pages=12, max_num_batched_tokens=4)
+    made = [request(name, 12, max_tokens=20) for name in "abc"]
+    for one in made:
+        engine.add(one)
+    run_to_end(engine)
+    assert [len(one.output_token_ids) for one in made] == [20] * 3
 
 
 @pytest.mark.parametrize(
