@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from msaserve.gateway.media.budget import Lease
 from msaserve.gateway.transport import uncancel
@@ -28,9 +28,13 @@ async def read_body(request: Request, limit: int, lease: Lease, *, read_seconds:
         BusyError: other requests' bodies left no room.
     """
     chunks: list[bytes] = []
-    size, reserved = 0, _STEP_BYTES
+    size, reserved, has_more = 0, _STEP_BYTES, True
     with _Patience(read_seconds) as patience:
-        async for chunk in request.stream():
+        while has_more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            chunk, has_more = message.get("body", b""), message.get("more_body", False)
             size += len(chunk)
             patience.size = size
             # Read on: a client that is still sending does not look at the answer. But not for ever.

@@ -175,8 +175,11 @@ class Generation:
         last_times = [0.0] * num_open
         n = self._requests[0].sampling.n
         is_streamed = self._requests[0].is_streamed  # else all comes at the end, and says nothing of single tokens
-        async with aclosing(self._events()) as events:
-            async for number, event in events:
+        source: AsyncGenerator[TokenEvent | tuple[int, TokenEvent], None]
+        source = self._client.generate(self._requests[0]) if len(self._requests) == 1 else self._all_events()
+        async with aclosing(source):
+            async for item in source:
+                number, event = (0, item) if isinstance(item, TokenEvent) else item
                 if event.finish_reason in ("error", "abort"):
                     self._metrics.count_finished(event.finish_reason)
                     raise EngineError(event.error or "the request was aborted")
@@ -217,12 +220,7 @@ class Generation:
         if first_time and num_later > 0:
             metrics.time_per_output_token.observe((last_time - first_time) / num_later)
 
-    async def _events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        if len(self._requests) == 1:
-            async with aclosing(self._client.generate(self._requests[0])) as events:
-                async for event in events:
-                    yield 0, event
-            return
+    async def _all_events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
         queue: asyncio.Queue[tuple[int, TokenEvent] | BaseException | None] = asyncio.Queue()
 
         async def read(number: int, request: GenerateRequest) -> None:
