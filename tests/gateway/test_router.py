@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeClient
+from waits import until_true
 
 from msaserve.errors import BusyError, EngineError, InvalidRequestError, MsaserveError, OverloadedError
 from msaserve.gateway.client import Breaker
@@ -278,14 +279,15 @@ async def test_what_has_begun_is_not_begun_again() -> None:
 async def test_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("msaserve.gateway.router.HEALTH_SECONDS", 0.01)
     fleet = Fleet(2, policy="round_robin")
+    first = fleet.router._backends[0]
     fleet.clients[0].is_up = False
-    await asyncio.sleep(0.05)
+    await until_true(lambda: not first.is_ready)
     assert {await fleet.ask() for _ in range(4)} == {1}
     assert await fleet.router.is_ready()
     fleet.clients[1].is_up = False
     assert not await fleet.router.is_ready()
     fleet.clients[0].is_up = True
-    await asyncio.sleep(0.05)
+    await until_true(lambda: first.is_ready and not fleet.router._backends[1].is_ready)
     assert {await fleet.ask() for _ in range(4)} == {0}
     await fleet.router.close()
 
@@ -298,11 +300,12 @@ async def test_a_health_check_that_fails_in_any_way_is_made_again(monkeypatch: p
 
     fleet = Fleet(2, policy="round_robin")
     is_ready = fleet.clients[0].is_ready
+    first = fleet.router._backends[0]
     monkeypatch.setattr(fleet.clients[0], "is_ready", break_down)
-    await asyncio.sleep(0.05)
+    await until_true(lambda: not first.is_ready)
     assert {await fleet.ask() for _ in range(4)} == {1}
     monkeypatch.setattr(fleet.clients[0], "is_ready", is_ready)
-    await asyncio.sleep(0.05)
+    await until_true(lambda: first.is_ready)
     assert {await fleet.ask() for _ in range(4)} == {0, 1}
     await fleet.router.close()
 

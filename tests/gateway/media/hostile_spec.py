@@ -18,7 +18,7 @@ class HostileSpec(MiniMaxM3Spec):
         if width == CRASH:
             os.abort()
         if width == HANG:
-            time.sleep(60)
+            time.sleep(1000)
         if width == FAULT:
             raise RuntimeError("a fault of ours")
         if width == HOG:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from in_process import InProcessClient
 from samples import TINY, clip, data_url, picture
 from test_image import png_header
 from test_video import audio_only
+from waits import until
 
 from msaserve.config import EngineConfig
 from msaserve.engine.async_engine import AsyncEngine
@@ -138,10 +138,8 @@ def test_picture_and_clip(client: openai.OpenAI, engine: FakeClient, tokenizer: 
 
 def is_released(media: MediaPipeline) -> bool:
     """Whether no request holds bytes: the client has its answer a moment before the server has cleaned up behind it."""
-    deadline = time.monotonic() + 10
-    while media._budget.used and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return media._budget.used == 0
+    until(lambda: not media._budget.used)
+    return True
 
 
 def test_stream(client: openai.OpenAI, engine: FakeClient, media: MediaPipeline) -> None:

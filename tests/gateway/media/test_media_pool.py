@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import hostile_spec
+import msgspec
 import numpy as np
 import pytest
 from samples import clip, picture
+from waits import SECONDS, until_true
 
 from msaserve.errors import BusyError, EngineError, InvalidRequestError
 from msaserve.gateway.media.limits import MediaLimits
@@ -20,7 +22,7 @@ from msaserve.gateway.media.prepare import prepare
 from msaserve.gateway.media.spec import Hints, SpecSource
 from msaserve.gateway.media.specs.minimax_m3 import MiniMaxM3Spec
 
-LIMITS = MediaLimits(image_timeout_s=3.0, max_wait_s=20.0, max_cache_bytes=400_000)
+LIMITS = MediaLimits(image_timeout_s=SECONDS, max_wait_s=SECONDS, max_cache_bytes=400_000)
 SOURCE = SpecSource("hostile_spec:from_checkpoint", {})
 
 Make = Callable[..., MediaPool]
@@ -80,9 +82,12 @@ async def test_a_process_killed_from_outside_is_replaced(pool: MediaPool) -> Non
     ],
 )
 async def test_a_bad_job_and_the_next(pool: MediaPool, width: int, error: type[Exception], code: str | None) -> None:
+    if width == hostile_spec.HANG:
+        pool._limits = msgspec.structs.replace(LIMITS, image_timeout_s=2.0)
     with pytest.raises(error) as caught:
         await pool.prepare("image", picture(width=width), Hints())
     assert getattr(caught.value, "code", None) == code
+    pool._limits = LIMITS
     await pool.prepare("image", picture(), Hints())
 
 
@@ -161,13 +166,13 @@ async def test_what_fails_when_all_have_gone_is_not_logged(pool: MediaPool, capl
 
 async def test_a_full_pool_sends_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(hostile_spec.__file__).parent))
-    pool = MediaPool(SOURCE, MediaLimits(max_wait_s=0.05), num_processes=1)
-    running = asyncio.ensure_future(pool.prepare("image", picture(width=hostile_spec.SLOW), Hints()))
-    await asyncio.sleep(0.01)
+    pool = MediaPool(SOURCE, MediaLimits(max_wait_s=0.05, image_timeout_s=SECONDS), num_processes=1)
+    running = asyncio.ensure_future(pool.prepare("image", picture(width=hostile_spec.HANG), Hints()))
+    await until_true(lambda: pool._busy)
     with pytest.raises(BusyError):
         await pool.prepare("image", picture(), Hints())
-    await running
     await pool.close()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_close_ends_jobs_under_way(pool: MediaPool) -> None:
