@@ -55,12 +55,12 @@ def prompt(engine: FakeClient, tokenizer: Tokenizer) -> Callable[[], str]:
 
 @pytest.fixture
 def http(served: tuple[FakeClient, str], engine: FakeClient) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served[1], timeout=20, trust_env=False) as client:
+    with httpx.Client(base_url=served[1], timeout=200, trust_env=False) as client:
         yield client
 
 
 @pytest.fixture
 def openai_client(served: tuple[FakeClient, str], engine: FakeClient) -> Iterator[openai.OpenAI]:
-    transport = httpx.Client(trust_env=False, timeout=20)
+    transport = httpx.Client(trust_env=False, timeout=200)
     with openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0, http_client=transport) as client:
         yield client

@@ -77,7 +77,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def real(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=url, timeout=200, trust_env=False) as client:
         yield client
 
 
@@ -144,7 +144,7 @@ class TestAnswers:
         assert fits(choice["message"]["content"])
 
     def test_openai_client_streams_it(self, url: str) -> None:
-        transport = httpx.Client(trust_env=False, timeout=60)
+        transport = httpx.Client(trust_env=False, timeout=200)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport) as client:
             stream: Any = client.chat.completions.create(
                 model="tiny", messages=USER, response_format=schema_format(strict=True), stream=True, max_tokens=400,

@@ -46,7 +46,7 @@ def test_a_client_that_stays_is_not_said_to_have_left(
     engine: FakeClient, tokenizer: Tokenizer, is_stream: bool
 ) -> None:
     engine.script, engine.delay = tokenizer.encode("abc"), 0.01
-    with serve(engine) as url, httpx.Client(base_url=url, timeout=20, trust_env=False) as http:
+    with serve(engine) as url, httpx.Client(base_url=url, timeout=200, trust_env=False) as http:
         for _ in range(20):
             assert http.post(TEXT, json={"prompt": "a", "stream": is_stream}).status_code == 200
         metrics = http.get("/metrics").text

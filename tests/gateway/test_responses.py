@@ -400,7 +400,7 @@ def test_the_small_checkpoint() -> None:
     config = EngineConfig(device="cpu", max_model_len=512, kv_cache_gib=0.02)
     engine = InProcessClient(AsyncEngine(Engine.from_checkpoint(TINY, config)))
     with serve(engine) as url:
-        transport = httpx.Client(trust_env=False, timeout=60)
+        transport = httpx.Client(trust_env=False, timeout=200)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport) as client:
             chat = client.chat.completions.create(
                 model="tiny", messages=[{"role": "user", "content": "hi"}], temperature=0, max_tokens=16

@@ -86,7 +86,7 @@ def test_answers_come_from_it(
 ) -> None:
     url, process, child = served
     body = {"model": "m3", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=200).raise_for_status().json()
     assert answer["usage"]["completion_tokens"] == 4
     seen = json.loads(Path(environment["SEEN"]).read_text())
     assert seen["argv"][:3] == ["serve", str(checkpoint), "--grpc"]
@@ -114,13 +114,13 @@ def test_its_death_ends_the_server(served: tuple[str, subprocess.Popen[str], int
 )
 def test_what_cannot_be(given: list[str], reason: str) -> None:
     command = [sys.executable, "-m", "msaserve", "serve", str(TINY), "--port", "0", *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert reason in done.stderr
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "msaserve", "serve", str(tmp_path), "--port", "0", "--engine", "vllm"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert "config.json is missing: not a checkpoint directory" in done.stderr

@@ -75,7 +75,7 @@ async def running_smg(worker_port: int, log: Path) -> AsyncIterator[Smg]:
             stderr=subprocess.STDOUT,
         )
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=200) as http:
                 await _until_ready(http, log)
                 yield Smg(http, f"http://127.0.0.1:{metrics_port}/metrics")
         finally:

@@ -133,7 +133,7 @@ async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         )
         await stack.enter_async_context(app.router.lifespan_context(app))
         transport = httpx.ASGITransport(app)
-        http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://o", timeout=60))
+        http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://o", timeout=200))
         yield Pair(request.param.split(",")[0], worker, smg.http, http)
 
 

@@ -53,7 +53,7 @@ def served_media() -> Iterator[tuple[FakeClient, httpx.Client]]:
     media = MediaPipeline(source, allows_private=True, num_processes=1)
     with (
         serve(engine, media=media, max_body_bytes=2**24) as url,
-        httpx.Client(base_url=url, trust_env=False, timeout=60) as client,
+        httpx.Client(base_url=url, trust_env=False, timeout=200) as client,
     ):
         yield engine, client
 

@@ -53,7 +53,7 @@ def pipeline(**limits: Any) -> MediaPipeline:
 @contextmanager
 def chat(engine: Any, media: MediaPipeline | None) -> Iterator[openai.OpenAI]:
     with serve(engine, media=media, max_body_bytes=2**24) as url:
-        transport = httpx.Client(trust_env=False, timeout=60)
+        transport = httpx.Client(trust_env=False, timeout=200)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport) as client:
             yield client
 
@@ -99,7 +99,7 @@ def test_tokenize_gives_the_prompt_that_chat_makes(
 ) -> None:
     parts = [text("see "), video(fps=2), image()]
     ask(client, *parts)
-    with httpx.Client(base_url=str(client.base_url).removesuffix("v1/"), trust_env=False, timeout=60) as http:
+    with httpx.Client(base_url=str(client.base_url).removesuffix("v1/"), trust_env=False, timeout=200) as http:
         messages = [{"role": "user", "content": parts}]
         answer = http.post("/tokenize", json={"messages": messages}).json()
         assert answer["tokens"] == engine.requests[0].prompt_token_ids
