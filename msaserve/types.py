@@ -19,6 +19,8 @@ ConstraintKind = Literal["json_object", "json_schema", "regex", "grammar", "stru
 MAX_OUTPUTS = 16_384
 """Of one request."""
 MAX_CONSTRAINT_CHARS = 2**20
+MAX_REGEX_CHARS = 2**16
+"""Less: compiling an expression can take the square of its length."""
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,10 +110,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name):
                 raise InvalidRequestError(f"{name} contradicts {field}, which says where an output ends", param=name)
         num_chars = len(constraint.text) + sum(map(len, constraint.choices))
-        if num_chars > MAX_CONSTRAINT_CHARS:
-            raise InvalidRequestError(
-                f"{field} has {num_chars} characters; at most {MAX_CONSTRAINT_CHARS} are taken", param=field
-            )
+        limit = MAX_REGEX_CHARS if constraint.kind == "regex" else MAX_CONSTRAINT_CHARS
+        if num_chars > limit:
+            raise InvalidRequestError(f"{field} has {num_chars} characters; at most {limit} are taken", param=field)
         if constraint.kind == "choice" and not constraint.choices:
             raise InvalidRequestError(f"{field}: there are no choices", param=field)
 

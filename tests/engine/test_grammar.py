@@ -299,6 +299,8 @@ BAD = {
         kind="structural_tag", text='{"triggers": ["<"], "structures": [{"begin": "[", "schema": {}, "end": ""}]}'
     ),
     "no choices": Constraint(kind="choice"),
+    "an expression that takes the square of its length": Constraint(kind="regex", text="a?" * 2**19),
+    "a text without end": Constraint(kind="grammar", text='start: "a"' + " " * 2**20),
     "a lone surrogate": Constraint(kind="choice", choices=("\ud800",)),
 }
 
@@ -332,11 +334,11 @@ def test_what_contradicts_a_constraint_is_refused(field: dict[str, Any]) -> None
 def test_long_nonsense_is_refused_soon(grammars: Grammars, text: str) -> None:
     structures = [{"begin": "<" + text, "schema": True, "end": text}]
     tag = json.dumps({"triggers": ["<x"], "structures": structures})
-    start = time.monotonic()
+    start = time.process_time()
     for constraint in (Constraint(kind="grammar", text=text), Constraint(kind="structural_tag", text=tag)):
         with pytest.raises(InvalidRequestError):
             grammars.compile(constraint)
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 def definitions(count: int, of: Any) -> str:
