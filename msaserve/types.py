@@ -112,7 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         num_chars = len(constraint.text) + sum(map(len, constraint.choices))
         limit = MAX_REGEX_CHARS if constraint.kind == "regex" else MAX_CONSTRAINT_CHARS
         if num_chars > limit:
-            raise InvalidRequestError(f"{field} has {num_chars} characters; at most {limit} are taken", param=field)
+            raise InvalidRequestError(f"{field}: it has {num_chars} characters; at most {limit} are taken", param=field)
         if constraint.kind == "choice" and not constraint.choices:
             raise InvalidRequestError(f"{field}: there are no choices", param=field)
 
