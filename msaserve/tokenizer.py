@@ -86,10 +86,16 @@ class Tokenizer:
         """Token ids of `text` without its guards; what a guard interrupts does not become an added token.
 
         A text without a guard gives exactly encode(text).
+
+        Raises:
+            InvalidRequestError: it has a lone surrogate.
         """
         if guard not in text:
             return self.encode(text)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except TypeError as error:
+            raise _half_a_character() from error
         ids: list[int] = []
         end = 0
         for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -150,9 +156,13 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -
         # The batch call computes no offsets and leaves the interpreter to other threads.
         (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     except TypeError as error:
-        raise InvalidRequestError("the text has a half of a character (a lone surrogate), which is no text") from error
+        raise _half_a_character() from error
     ids: list[int] = encoding.ids
     return ids
+
+
+def _half_a_character() -> InvalidRequestError:
+    return InvalidRequestError("the text has a half of a character (a lone surrogate), which is no text")
 
 
 class IncrementalDetokenizer:

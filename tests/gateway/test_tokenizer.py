@@ -125,7 +125,11 @@ def test_count_beyond_stops_early() -> None:
     assert TOKENIZER.count_beyond(text, 1_000_000) is None
 
 
-@pytest.mark.parametrize("encode", [TOKENIZER.encode, TOKENIZER.encode_plain])
+def encode_with_guard(text: str) -> list[int]:
+    return TOKENIZER.encode_guarded(f"]<G]minimax[>[{text}", "G")
+
+
+@pytest.mark.parametrize("encode", [TOKENIZER.encode, TOKENIZER.encode_plain, encode_with_guard])
 def test_half_a_character_is_no_text(encode: Callable[[str], list[int]]) -> None:
     with pytest.raises(InvalidRequestError, match="lone surrogate"):
         encode("half of 😀: \ud83d")
