@@ -18,6 +18,9 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import suppress
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks.card.jobs import JOBS
@@ -29,8 +32,25 @@ PACKING = 15.0
 """Seconds kept for it."""
 
 
+def machine() -> list[str]:
+    """Date, card and versions, as a table of measurements names them."""
+    found = [date.today().isoformat()]
+    with suppress(OSError):
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        found += subprocess.run(command, capture_output=True, text=True).stdout.strip().splitlines()
+    for name in ("torch", "triton"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return found
+
+
 def summary(run: Run, jobs: list[Job], left_out: list[str]) -> str:
-    lines = [f"commit {run.commit}", "", "| job | state | seconds | last line |", "|---|---|--:|---|"]
+    lines = [
+        ", ".join([*machine(), f"commit {run.commit}"]),
+        "",
+        "| job | state | seconds | last line |",
+        "|---|---|--:|---|",
+    ]
     for job in jobs:
         state = run.states[job.name]
         last = state["last"].replace("|", "\\|")
@@ -110,7 +130,8 @@ def main() -> None:
     given = {name: getattr(options, name) for name in ("peers", "vllm", "releases") if getattr(options, name)}
     if options.wheels:
         given["site"] = out / "site"
-        install(options.wheels, given["site"])
+        if not given["site"].exists():
+            install(options.wheels, given["site"])
     given = {name: str(path.resolve()) for name, path in given.items()}
     run = Run(jobs, out, started + options.seconds - PACKING, commit(), given, gpu_gib=options.gpu_gib)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))

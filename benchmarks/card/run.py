@@ -34,6 +34,8 @@ class Job:
     command: str
     seconds: float
     """What it takes, about."""
+    least: float = 60.0
+    """Seconds that a command that can be told when to end must have."""
     alone: bool = False
     """It measures time: nothing else may run."""
     cores: int = 1
@@ -54,7 +56,7 @@ class Job:
     @property
     def least_seconds(self) -> float:
         """That must be left to start it."""
-        return min(self.seconds, 60.0) if self.detached or "{seconds}" in self.command else self.seconds
+        return min(self.seconds, self.least) if self.detached or "{seconds}" in self.command else self.seconds
 
 
 def commit() -> str:
@@ -74,6 +76,10 @@ def birth(pid: int) -> int | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else int(fields[19])
     return None
+
+
+def lives(state: dict[str, Any]) -> bool:
+    return state["birth"] is not None and birth(state["pid"]) == state["birth"]
 
 
 @dataclass
@@ -119,7 +125,7 @@ class Run:
         """What a former run has left of it, and whether it can run here."""
         state = self.states.setdefault(job.name, {"state": "to do", "seconds": 0.0, "last": ""})
         if state["state"] == "running":
-            if birth(state["pid"]) == state["birth"]:
+            if lives(state):
                 if job.detached:
                     return
                 self._signal(job, signal.SIGKILL)  # who should have ended it was killed
@@ -212,7 +218,7 @@ class Run:
     def _collect(self, job: Job) -> None:
         """Its last line, and how it ended if it has."""
         state, code, log = self.states[job.name], self.out / f"{job.name}.rc", self.out / "logs" / f"{job.name}.log"
-        has_ended = birth(state["pid"]) != state["birth"]
+        has_ended = not lives(state)
         said = log.read_bytes()[state["offset"] :].decode(errors="replace").strip() if log.exists() else ""
         state["last"] = said.rpartition("\n")[2][-150:]
         if not has_ended:

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.card import __main__ as card
-from benchmarks.card.jobs import JOBS
+from benchmarks.card.jobs import JOBS, TRAIN, TURNS
 from benchmarks.card.run import ROOT, Job, Run, birth, commit
 
 
@@ -57,9 +59,24 @@ def test_one_that_fails_stops_no_other(tmp_path: Path) -> None:
     made = run(tmp_path, *jobs)
     assert states(made) == {"bad": "failed: 3", "gone": "failed: 127", "good": "done"}
     text = card.summary(made, jobs, [])
+    assert re.match(r"\d{4}-\d\d-\d\d, .*torch [\d.]+.*, commit c0\n", text)
     assert re.search(r"^\| good \| done \| \d+ \| 5 \\\| 6 µs \|$", text, re.MULTILINE)
     assert re.search(r"^\| bad \| failed: 3 \| \d+ \| before \|$", text, re.MULTILINE)
     assert (tmp_path / "logs" / "bad.log").read_text() == "\n$ echo before; exit 3\nbefore\n"
+
+
+def test_one_that_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anybody has looked at it."""
+
+    def begun(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen(*args, **options)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        return child
+
+    monkeypatch.setattr("benchmarks.card.run.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": begun}))
+    begin = time.monotonic()
+    assert states(run(tmp_path, Job("short", "true", 1))) == {"short": "done"}
+    assert time.monotonic() - begin < 10
 
 
 def test_time_is_up(tmp_path: Path) -> None:
@@ -336,6 +353,60 @@ def test_commands_fit_their_scripts(job: Job) -> None:
     assert all((ROOT / name).is_file() for name in scripts)
     for option in re.findall(r" --(\S+)", command):
         assert f'"--{option}"' in known or re.search(rf"^    {option.replace('-', '_')}: ", known, re.MULTILINE), option
+
+
+STUB = """#!/bin/bash
+echo "$@" >> {folder}/calls
+case "$*" in
+    *--serve*) mkdir "${{@: -1}}"; [ -e {folder}/broken ] && exit 1; sleep 0.3; touch "${{@: -1}}/ready"; sleep 60;;
+    *turns.py*) echo "turns ${{@: -1}}"; echo [] > table.json;;
+    *compare.py*) echo compared;;
+esac
+"""
+
+
+def script(command: str, folder: Path, **fields: str) -> subprocess.CompletedProcess[str]:
+    """A job's command with a program in python's place that writes down what it is asked."""
+    (folder / "python").write_text(STUB.format(folder=folder))
+    (folder / "python").chmod(0o755)
+    (folder / "calls").write_text("")
+    command = command.format(python=folder / "python", root="ROOT", out=folder / "out", **fields)
+    (folder / "out").mkdir(exist_ok=True)
+    done = subprocess.Popen(["bash", "-c", f"({command}\n)"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert done.stdout is not None
+    try:
+        code = done.wait(20)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(done.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess([], code, done.stdout.read())
+
+
+def test_two_servers_by_turns(tmp_path: Path) -> None:
+    """Asked when both are ready, with the seconds that are left; one that cannot start ends it."""
+    done = script(TURNS, tmp_path, seconds="500")
+    assert done.returncode == 0
+    said = done.stdout.splitlines()
+    assert said[1:] == ["compared"]
+    assert 480 <= int(said[0].removeprefix("turns ")) <= 500
+    (tmp_path / "broken").touch()
+    assert script(TURNS, tmp_path, seconds="500").returncode == 1
+    assert "turns.py" not in (tmp_path / "calls").read_text()
+
+
+def test_training_goes_on(tmp_path: Path) -> None:
+    """From its state; where that is lost, from a copy of the checkpoint."""
+    assert script(TRAIN, tmp_path).returncode == 0
+    assert (tmp_path / "calls").read_text().strip().endswith("--minutes 20.5 --save-minutes 2")
+    (tmp_path / "out" / "checkpoint").mkdir()
+    (tmp_path / "out" / "checkpoint" / "progress.json").write_text("{}")
+    script(TRAIN, tmp_path)
+    assert (tmp_path / "calls").read_text().strip().endswith(f"--resume-from {tmp_path}/out/former")
+    assert (tmp_path / "out" / "former" / "progress.json").exists()
+    (tmp_path / "out" / "state").mkdir()
+    (tmp_path / "out" / "state" / "state.pt").touch()
+    script(TRAIN, tmp_path)
+    assert "--resume-from" not in (tmp_path / "calls").read_text()
 
 
 TESTS = """
