@@ -190,6 +190,7 @@ class AsyncEngine:
         try:
             while not self._is_closing:
                 self._run_commands()
+                self._deliver()  # who was aborted need not wait for the step
                 if self._engine.has_work():
                     for output in self._engine.step():
                         self._forward(output)

@@ -150,6 +150,30 @@ async def test_abort_of_one_output(harness: Harness) -> None:
     await harness.until_empty()
 
 
+async def test_an_abort_is_told_before_the_next_step(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, permits, is_idle = harness.engine.step, threading.Semaphore(1), threading.Event()
+    monkeypatch.setattr(harness.engine, "step", lambda: (permits.acquire(), [] if is_idle.is_set() else step())[1])
+    stream = harness.client.generate(request("a", [5, 6], n=2))
+    for _ in range(2):
+        await stream.__anext__()
+    await harness.threaded.abort("a", index=0)
+    is_idle.set()
+    permits.release()  # the step that has begun brings nothing that would wake the reader
+
+    async def until_told() -> None:
+        async for event in stream:
+            if event.finish_reason == "abort":
+                return
+
+    try:
+        await asyncio.wait_for(until_told(), 30)
+    finally:
+        is_idle.clear()
+        permits.release(1000)
+    await stream.aclose()
+    await harness.until_empty()
+
+
 async def test_flushed_prefixes_are_computed_anew(harness: Harness) -> None:
     for _ in range(2):
         events = await harness.read(request("a", greedy_prompt("tiny")))
