@@ -14,7 +14,7 @@ import pytest
 from chat_apis import FULL, NS, PARAMETERS, TEMPLATE, call
 from fake_engine import TINY, FakeClient, serve
 from in_process import InProcessClient
-from test_leaving_clients import wait_for
+from waits import until
 
 from msaserve.config import EngineConfig
 from msaserve.engine.async_engine import AsyncEngine
@@ -388,10 +388,10 @@ def test_a_client_that_goes_away_aborts_its_request(
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection((client.base_url.host, client.base_url.port or 80)) as connection:
         connection.sendall(head + body)
-        wait_for(lambda: bool(engine.running))
+        until(lambda: bool(engine.running))
         if is_stream:
             assert connection.recv(12) == b"HTTP/1.1 200"
-    wait_for(lambda: not engine.running)
+    until(lambda: not engine.running)
     assert len(engine.closed_early) == 1
 
 
