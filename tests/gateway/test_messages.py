@@ -187,6 +187,19 @@ def test_messages_of_every_kind(client: Any, say: Any, prompt: Any) -> None:
     )
 
 
+def document(source: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "document", "source": source, **more}]}]}
+
+
+def test_documents_that_are_text(client: Any, say: Any, prompt: Any) -> None:
+    say("ok")
+    create(client, **document({"type": "text", "data": "words"}, title="T", context="C", citations={"enabled": False}))
+    assert "]~b]user:T\nC\nwords[e~[" in prompt()
+    for content in ("a\nb", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]):
+        create(client, **document({"type": "content", "content": content}, title=None))
+        assert "]~b]user:a\nb[e~[" in prompt()
+
+
 def test_tool_choice(client: Any, say: Any, prompt: Any) -> None:
     say("ok")
     create(client, tools=TOOLS, tool_choice={"type": "none"})
@@ -356,7 +369,11 @@ USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": 
         ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role must be user or assistant"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be text or a list"),
         ({"messages": [*USER, {"role": "assistant", "content": "So"}]}, "the last message is the assistant's"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "content[0]: type 'document'"),
+        ({"messages": [{"role": "user", "content": [{"type": "search_result"}]}]}, "content[0]: type 'search_result'"),
+        (document(None), "content[0].source: type 'None' is not supported; taken are text and content"),
+        (document({"type": "base64", "media_type": "application/pdf", "data": ""}), "source: type 'base64'"),
+        (document({"type": "content", "content": [{"type": "image"}]}), "source.content[0].text must be text"),
+        (document({"type": "text", "data": 3}, citations={"enabled": True}), "content[0].citations are not supported"),
         ({"messages": [*USER, {"role": "user", "content": [IMAGE]}]}, "messages[1].content[0]: image_url parts"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]}, "'file'"),
         ({"messages": [*USER, USE, *USER]}, "must be answered"),

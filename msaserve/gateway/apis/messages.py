@@ -182,9 +182,34 @@ def _part(where: str, block: dict[str, Any]) -> dict[str, Any]:
     kind = block.get("type")
     if kind == "text":
         return {"type": "text", "text": text_of(f"{where}.text", block.get("text"))}
+    if kind == "document":
+        return {"type": "text", "text": _document(where, block)}
     if kind in ("image", "video"):
         return {"type": f"{kind}_url", f"{kind}_url": {"url": _url(f"{where}.source", block.get("source"))}}
-    raise unsupported(where, kind, "text, image, video, and in their places tool_use, tool_result and thinking")
+    taken = "text, image, video, document, and in their places tool_use, tool_result and thinking"
+    raise unsupported(where, kind, taken)
+
+
+def _document(where: str, block: dict[str, Any]) -> str:
+    """A document that comes as text, below its title and context."""
+    citations = block.get("citations")
+    if isinstance(citations, dict) and citations.get("enabled"):
+        raise InvalidRequestError(
+            f"{where}.citations are not supported", param=f"{where}.citations", code="unsupported_parameter"
+        )
+    source, place = block.get("source"), f"{where}.source"
+    source = source if isinstance(source, dict) else {}
+    kind = source.get("type")
+    if kind not in ("text", "content"):
+        raise unsupported(place, kind, "text and content, not files")
+    heads = [text_of(f"{where}.{key}", block[key]) for key in ("title", "context") if block.get(key) is not None]
+    if kind == "text":
+        return "\n".join([*heads, text_of(f"{place}.data", source.get("data"))])
+    content = source.get("content")
+    if not isinstance(content, str):
+        parts = objects(f"{place}.content", content, "text or a list of blocks")
+        content = "\n".join(text_of(f"{place}.content[{i}].text", part.get("text")) for i, part in enumerate(parts))
+    return "\n".join([*heads, content])
 
 
 def _url(where: str, source: Any) -> str:
