@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -350,7 +351,10 @@ class Gateway:
         return _json({"prompt": text})
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [await self._model_card()]})
+        card = await self._model_card()
+        return _json(
+            {"object": "list", "data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
+        )
 
     async def model(self, request: Request) -> Response:
         self._check_model(request.path_params["model"])
@@ -456,13 +460,18 @@ class Gateway:
             raise NoSuchModelError(name, served)
 
     async def _model_card(self) -> dict[str, Any]:
-        model = await self.model_info()
+        """As OpenAI and Anthropic describe a model, in one."""
+        model, created = await self.model_info(), self._place.created
         return {
             "id": self._settings.served_model_name,
             "object": "model",
-            "created": self._place.created,
+            "created": created,
             "owned_by": "msaserve",
             "max_model_len": model.max_model_len,
+            "type": "model",
+            "display_name": self._settings.served_model_name,
+            "created_at": datetime.fromtimestamp(created, timezone.utc).isoformat(),
+            "max_input_tokens": model.max_model_len,
         }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -379,6 +380,16 @@ def test_headers_and_keep_alive_come_before_a_slow_first_token(
         lines = [line for line in response.iter_lines() if line]
     assert lines[0] == ": keep-alive"
     assert lines[-1] == "data: [DONE]"
+
+
+def test_a_model_is_described_for_clients_of_either_api(http: httpx.Client) -> None:
+    answer = http.get("/v1/models").json()
+    (card,) = answer["data"]
+    assert card == http.get("/v1/models/tiny").json()
+    assert (card["object"], card["type"], card["display_name"]) == ("model", "model", "tiny")
+    assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
+    assert card["max_input_tokens"] == card["max_model_len"] == 4096
+    assert (answer["object"], answer["has_more"], answer["last_id"]) == ("list", False, "tiny")
 
 
 def test_tokenize_and_detokenize(http: httpx.Client, tokenizer: Tokenizer) -> None:
