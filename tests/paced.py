@@ -36,7 +36,8 @@ def step_when_read(engine: Engine, async_engine: AsyncEngine) -> Callable[[], No
     def must_wait() -> bool:  # asked in the engine's thread, whose the streams are
         if is_over or async_engine._commands or async_engine._is_closing:
             return False
-        return any(stream._pending for stream in async_engine._streams.values())
+        told = [stream for stream in async_engine._streams.values() if stream not in async_engine._to_wake]
+        return any(stream._pending for stream in told)
 
     def waiting_step() -> Any:
         while must_wait():

@@ -69,9 +69,9 @@ def test_an_eviction_costs_the_same_however_many_there_were() -> None:
     cache_pages(pool, pages)
     seconds = []
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.thread_time()
         pool.allocate(2_000)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
     assert min(seconds[-5:]) < 5 * min(seconds[:5])
 
 

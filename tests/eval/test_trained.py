@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from waits import until
 
 from examples.train_tiny import recipe
 from msaserve.config import EngineConfig, ModelConfig
@@ -115,10 +114,7 @@ def test_llm_chat_answers_alike(asked: list[Example], known: list[Reply]) -> Non
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "msaserve", "serve", str(CHECKPOINT), "--port", str(port)]
+    command = [sys.executable, "-m", "msaserve", "serve", str(CHECKPOINT), "--port", "0"]
     for name, value in OPTIONS.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     process = subprocess.Popen(
@@ -128,12 +124,14 @@ def server() -> Iterator[str]:
     lines: list[str] = []
     thread = threading.Thread(target=lambda: lines.extend(iter(process.stdout.readline, "")), daemon=True)  # type: ignore[union-attr]
     thread.start()
-    deadline = time.monotonic() + 90
-    while "curl" not in "".join(lines):
+
+    def url() -> str | None:
         assert process.poll() is None, lines
-        assert time.monotonic() < deadline, lines
-        time.sleep(0.05)
-    yield f"http://127.0.0.1:{port}"
+        found = re.search("curl (http://[^/]+)", "".join(lines))
+        return found and found.group(1)
+
+    until(url)
+    yield url() or ""
     process.kill()
     process.wait()
     thread.join(5)

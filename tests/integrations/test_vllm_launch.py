@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waits import SECONDS
 
 from msaserve.errors import EngineError, InvalidRequestError
 from msaserve.integrations.vllm import launch
@@ -112,17 +113,17 @@ async def test_death_while_it_serves() -> None:
         await asyncio.to_thread(process.wait_ready)
         death = process.death()
         os.kill(process.pid, signal.SIGKILL)
-        assert await asyncio.wait_for(death, 10) == "vLLM ended: signal 9"
+        assert await asyncio.wait_for(death, SECONDS) == "vLLM ended: signal 9"
 
 
 def test_processes_of_its_own_end_with_it() -> None:
     """vLLM's engine and workers are processes of their own; one that hangs on is killed."""
     code = """
 import signal, socket, subprocess, sys, time
-stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(99)"
+stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(999)"
 subprocess.Popen([sys.executable, "-c", stubborn])
 server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
-time.sleep(99)
+time.sleep(999)
 """
     port = launch.free_port()
     with launch.VllmProcess([sys.executable, "-c", code, str(port)], port) as process:
@@ -140,7 +141,7 @@ port = launch.free_port()
 process = launch.VllmProcess([sys.executable, "-c", {SERVER!r}, str(port), "0"], port)
 process.wait_ready()
 print(process.pid, flush=True)
-time.sleep(99)
+time.sleep(999)
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -153,8 +154,8 @@ time.sleep(99)
 
 
 def ends(pid: int) -> bool:
-    """Whether a process is gone within some seconds. One that nobody has waited for counts as gone."""
-    for _ in range(100):
+    """Whether a process is gone in time. One that nobody has waited for counts as gone."""
+    for _ in range(10 * SECONDS):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except FileNotFoundError:
