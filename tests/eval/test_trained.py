@@ -56,8 +56,13 @@ def answers(examples: list[Example], **options: Any) -> list[Reply]:
 
 
 @pytest.fixture(scope="module")
-def known(asked: list[Example]) -> list[Reply]:
-    return answers(asked)
+def answerer() -> InProcess:
+    return InProcess(CHECKPOINT, EngineConfig(**OPTIONS))
+
+
+@pytest.fixture(scope="module")
+def known(asked: list[Example], answerer: InProcess) -> list[Reply]:
+    return [result.reply for result in run(asked, answerer, on_result=lambda result: None)]
 
 
 def test_it_is_small_and_of_the_recipe() -> None:
@@ -89,13 +94,13 @@ def test_it_answers_as_well_as_when_it_was_made(
     assert sum(result.is_right for result in results) >= at_least
 
 
-def test_chunks_batches_and_prefix_hits_answer_alike(asked: list[Example], known: list[Reply]) -> None:
+def test_chunks_batches_and_prefix_hits_answer_alike(
+    asked: list[Example], known: list[Reply], answerer: InProcess
+) -> None:
     assert answers(asked, max_num_batched_tokens=100) == known
     assert answers(asked, max_num_seqs=1, enable_prefix_cache=False) == known
-    answerer = InProcess(CHECKPOINT, EngineConfig(**OPTIONS))
-    for _ in range(2):
-        # The second time from the prefix cache.
-        assert [r.reply for r in run(asked, answerer, on_result=lambda result: None)] == known
+    # Once more where they were answered: from the prefix cache.
+    assert [r.reply for r in run(asked, answerer, on_result=lambda result: None)] == known
 
 
 def test_llm_chat_answers_alike(asked: list[Example], known: list[Reply]) -> None:
