@@ -21,6 +21,8 @@ MAX_OUTPUTS = 16_384
 MAX_CONSTRAINT_CHARS = 2**20
 MAX_REGEX_CHARS = 2**16
 """Less: compiling an expression can take the square of its length."""
+MAX_PATTERN_CHARS = 2**13
+"""Of one expression of a JSON schema, which may have many."""
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):

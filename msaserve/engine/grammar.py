@@ -23,7 +23,7 @@ from msaserve.engine import structural_tag
 from msaserve.errors import CheckpointError, InvalidRequestError
 from msaserve.lark import JSON_WHITESPACE, Literals, quoted
 from msaserve.tokenizer import Tokenizer
-from msaserve.types import Constraint
+from msaserve.types import MAX_PATTERN_CHARS, Constraint
 
 MAX_COMPILED = 64
 THINK_OPENER = "<mm:think>"
@@ -295,6 +295,18 @@ def _json(text: str) -> Any:
 def _schema_text(schema: Any) -> str:
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequestError("a JSON schema is an object")
+    waiting: list[Any] = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            by_name = one.get("patternProperties")
+            patterns = [one.get("pattern"), *(by_name if isinstance(by_name, dict) else ())]
+            longest = max((len(pattern) for pattern in patterns if isinstance(pattern, str)), default=0)
+            if longest > MAX_PATTERN_CHARS:
+                raise InvalidRequestError(f"a pattern has {longest} characters; at most {MAX_PATTERN_CHARS} are taken")
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
     return json.dumps(schema)
 
 

@@ -28,7 +28,7 @@ from msaserve.gateway.tool_schema import (
 from msaserve.gateway.tools import ToolUse
 from msaserve.lark import Literals, json_value, quoted, regex_terminal
 from msaserve.tokenizer import Tokenizer
-from msaserve.types import MAX_CONSTRAINT_CHARS
+from msaserve.types import MAX_CONSTRAINT_CHARS, MAX_PATTERN_CHARS
 
 # The marker as plain text would be read as one.
 _NO_MARKER = r"~/(.|\n)*\]<\]minimax\[>\[(.|\n)*/"
@@ -281,8 +281,8 @@ class _Arguments:
             raise SchemaError(f"{where}: a text here would be read as {' or '.join(read_as)}")
         forms = []
         for pattern in one.get("pattern", ()):
-            if len(pattern) > _MAX_LENGTH:
-                raise SchemaError(f"{where}: patterns of more than {_MAX_LENGTH} characters cannot be enforced")
+            if len(pattern) > MAX_PATTERN_CHARS:
+                raise SchemaError(f"{where}: patterns of more than {MAX_PATTERN_CHARS} characters cannot be enforced")
             try:
                 forms.append(regex_terminal(whole(pattern)))
             except PatternError as error:

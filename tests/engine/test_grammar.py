@@ -300,6 +300,9 @@ BAD = {
     ),
     "no choices": Constraint(kind="choice"),
     "an expression that takes the square of its length": Constraint(kind="regex", text="a?" * 2**19),
+    "a pattern that does": Constraint(kind="json_schema", text=json.dumps({"items": {"pattern": "a?" * 2**18}})),
+    "names that do": Constraint(kind="json_schema", text=json.dumps({"patternProperties": {"a?" * 2**18: True}})),
+    "names that are none": Constraint(kind="json_schema", text='{"type": "object", "patternProperties": 3}'),
     "a text without end": Constraint(kind="grammar", text='start: "a"' + " " * 2**20),
     "a lone surrogate": Constraint(kind="choice", choices=("\ud800",)),
 }
