@@ -279,8 +279,8 @@ def test_penalties_cost_what_tokens_there_are_and_not_how_often_they_stand() -> 
         rows = [plan_row(params, output=[i % 500 for i in range(num_tokens)]) for _ in range(8)]
         times = []
         for _ in range(20):
-            start = time.perf_counter()
+            start = time.thread_time()
             sample(logits, rows, EOS)
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         seconds.append(min(times))
     assert seconds[1] < 5 * seconds[0]
