@@ -26,6 +26,8 @@ from msaserve.tokenizer import Tokenizer
 from msaserve.types import MAX_PATTERN_CHARS, Constraint
 
 MAX_COMPILED = 64
+MAX_TERMINALS = 4096
+"""Of a grammar: twice as many that name each other take minutes to compile."""
 THINK_OPENER = "<mm:think>"
 THINK_CLOSER = "</mm:think>"
 _JSON_OPTIONS: Any = {"whitespace_pattern": JSON_WHITESPACE}
@@ -33,6 +35,7 @@ _MAX_MESSAGE_CHARS = 500
 _STACK_BYTES = 2**30
 """Of a thread that compiles. The library calls itself for each rule of a chain, and without room for that the process
 ends: 4 KiB a rule, 65,000 rules at most. Only what is used takes memory."""
+_TERMINAL = re.compile(r"^[A-Z_][A-Z_0-9]*(?:\.-?[0-9]+)?[ \t]*:", re.MULTILINE)
 _INTERSECTION = re.compile(r"^[A-Z_][A-Z_0-9]*: (.* & .*)$", re.MULTILINE)
 """A terminal of a Lark grammar that is one."""
 
@@ -280,9 +283,13 @@ def _grammar(constraint: Constraint, vocabulary: _Vocabulary) -> str:
     assert kind == "grammar"
     try:
         # Without empty lines: the converter's search for Lark is quadratic in them.
-        return any_to_lark("\n".join(line for line in text.split("\n") if line.strip()))
+        lark = any_to_lark("\n".join(line for line in text.split("\n") if line.strip()))
     except Exception as error:  # the converter of EBNF raises its own, and others
         raise InvalidRequestError(_short(str(error))) from None
+    num_terminals = len(_TERMINAL.findall(lark))
+    if num_terminals > MAX_TERMINALS:
+        raise InvalidRequestError(f"it has {num_terminals} terminals; at most {MAX_TERMINALS} are taken")
+    return lark
 
 
 def _json(text: str) -> Any:

@@ -303,6 +303,9 @@ BAD = {
     "a pattern that does": Constraint(kind="json_schema", text=json.dumps({"items": {"pattern": "a?" * 2**18}})),
     "names that do": Constraint(kind="json_schema", text=json.dumps({"patternProperties": {"a?" * 2**18: True}})),
     "names that are none": Constraint(kind="json_schema", text='{"type": "object", "patternProperties": 3}'),
+    "too many terminals": Constraint(
+        kind="grammar", text="start: A0\n" + "".join(f'A{i}: A{i + 1} "a"\n' for i in range(20_000)) + 'A20000: "b"'
+    ),
     "a text without end": Constraint(kind="grammar", text='start: "a"' + " " * 2**20),
     "a lone surrogate": Constraint(kind="choice", choices=("\ud800",)),
 }
