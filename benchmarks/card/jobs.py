@@ -11,10 +11,12 @@ from benchmarks.card.run import Job
 
 OPS = "{python} benchmarks/ops"
 VLLM = "{python} {root}/benchmarks/vllm"
-SMALL = ("msgspec", "safetensors", "tokenizers", "jinja2")
-SERVER = (*SMALL, "tyro", "llguidance")
-GATEWAY = (*SERVER, "psutil", "smg_grpc_proto", "uvicorn", "starlette", "httptools", "av", "httpx", "httpcore")
-TESTS = ("pytest", "xdist", "pytest_timeout", "pytest_asyncio", "hypothesis", "transformers", *SERVER)
+TYRO = ("tyro", "docstring_parser")
+MODEL = ("msgspec", "safetensors")
+ASKED = (*MODEL, "tokenizers", "jinja2", "llguidance")
+HTTP = ("httpcore", "httptools", "httpx", "starlette", "uvicorn", "grpc", "grpc_health", "smg_grpc_proto")
+GATEWAY = (*ASKED, *TYRO, *HTTP, "av", "prometheus_client", "psutil")
+TESTS = (*ASKED, "pytest", "xdist", "pytest_timeout", "pytest_asyncio", "hypothesis")
 ONCE = "{python} -m pytest -p benchmarks.card.once --once {out}/passed --once-seconds {seconds} -n {cores} "
 TRAIN = """
 if [ -f {out}/checkpoint/progress.json ] && [ ! -f {out}/state/state.pt ]; then
@@ -23,7 +25,11 @@ fi
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHINDUCTOR_COMPILE_THREADS=1
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 {python} -m examples.train_tiny.train --out {out} --state {out}/state --minutes 20.5 --save-minutes 2 $resume"""
-TURNS = f"""
+PLUGIN = """
+{python} -c "from importlib.metadata import entry_points as of; of(group='vllm.general_plugins')['msaserve']" || exit 1
+"""
+"""Without it vLLM would be compared with itself."""
+TURNS = f"""{PLUGIN}
 cd {{out}}; rm -rf stock ours
 MSASERVE_VLLM=0 {VLLM}/slice.py --memory 0.45 --serve stock > stock.log 2>&1 &
 MSASERVE_VLLM=1 {VLLM}/slice.py --memory 0.45 --serve ours > ours.log 2>&1 &
@@ -31,7 +37,7 @@ until [ -e stock/ready ] && [ -e ours/ready ]; do sleep 1; [ $(jobs -r | wc -l) 
 {VLLM}/turns.py stock ours --out table.json --seconds $(({{seconds}} - SECONDS)); {VLLM}/compare.py table.json"""
 
 timing = partial(Job, alone=True)
-in_vllm = partial(Job, needs=("vllm",), modules=("vllm", "msaserve"))
+in_vllm = partial(Job, needs=("vllm",), modules=("vllm",))
 
 
 def recorded(name: str, command: str, seconds: float, **needs: object) -> Job:
@@ -48,7 +54,7 @@ def sanitizer(tool: str) -> Job:
 def tokens(name: str, switch: int) -> Job:
     """Of vLLM without and with the plugin, for the judge."""
     command = f"MSASERVE_VLLM={switch} {VLLM}/slice.py --checkpoint {{all}}/vllm_checkpoint --out {{out}}/{name}.json"
-    return in_vllm(f"vllm_{name}", command, 330, cores=4, gpu_gib=125, after=("vllm_checkpoint",))
+    return in_vllm(f"vllm_{name}", PLUGIN + command, 330, cores=4, gpu_gib=125, after=("vllm_checkpoint",))
 
 
 prefill = OPS + "/prefill.py {with_peers} --seconds {seconds} --out {out}/prefill.json"
@@ -64,8 +70,10 @@ JOBS = (
     timing("dense", OPS + "/dense.py --seconds {seconds} --out {out}/dense.json", 90, partly="skipped$"),
     timing("context", OPS + "/context_plot.py measure {out}/context.json {with_peers}", 150),
     timing("decode_shared", OPS + "/shared_prefix.py {with_peers}", 120),
-    timing("decode_cost", "{python} benchmarks/serve/decode_cost.py --device cuda --graphs", 60, modules=SERVER),
-    timing("constraint_masks", "{python} benchmarks/serve/constraint_masks.py", 60, modules=SERVER),
+    timing(
+        "decode_cost", "{python} benchmarks/serve/decode_cost.py --device cuda --graphs", 60, modules=(*MODEL, *TYRO)
+    ),
+    timing("constraint_masks", "{python} benchmarks/serve/constraint_masks.py", 60, modules=ASKED),
     timing("throughput", throughput, 150, modules=GATEWAY, programs=("smg",)),
     timing("beside_smg", beside_smg, 120, modules=GATEWAY, programs=("smg",)),
     in_vllm("vllm_turns", TURNS, 480, 400, alone=True, files=("*.json", "*.log")),
@@ -76,7 +84,7 @@ JOBS = (
     Job("tests_engine", "MSASERVE_TEST_DEVICE=cuda " + ONCE + "tests/engine", 600, cores=4, gpu_gib=20, modules=TESTS),
     *(sanitizer(tool) for tool in ("memcheck", "synccheck", "racecheck", "initcheck")),
     Job("vllm_selection", VLLM + "/selection.py {releases}/*", 240, needs=("releases",)),
-    Job("vllm_checkpoint", VLLM + "/checkpoint.py {out}", 60, gpu_gib=20, modules=SMALL, files=("*.json",)),
+    Job("vllm_checkpoint", VLLM + "/checkpoint.py {out}", 60, gpu_gib=20, modules=MODEL, files=("*.json",)),
     tokens("stock", 0),
     tokens("ours", 1),
     Job(
@@ -85,7 +93,7 @@ JOBS = (
         240,
         least=100,
         gpu_gib=40,
-        modules=SMALL,
+        modules=MODEL,
         after=("vllm_checkpoint", "vllm_stock", "vllm_ours"),
     ),
     # It goes on when the time is up, so what measures time comes before.
@@ -95,7 +103,7 @@ JOBS = (
         1300,
         cores=12,
         gpu_gib=60,
-        modules=SMALL,
+        modules=(*MODEL, "tokenizers", "jinja2", "PIL"),
         files=("checkpoint/*", "log.jsonl"),
         partly="^to be resumed",
         detached=True,
@@ -106,7 +114,7 @@ JOBS = (
         300,
         cores=4,
         gpu_gib=40,
-        modules=(*SMALL, "llguidance"),
+        modules=(*ASKED, "PIL"),
         after=("train",),
     ),
 )

@@ -358,6 +358,7 @@ def test_commands_fit_their_scripts(job: Job) -> None:
 STUB = """#!/bin/bash
 echo "$@" >> {folder}/calls
 case "$*" in
+    *vllm.general_plugins*) [ ! -e {folder}/no_plugin ] || exit 1;;
     *--serve*) mkdir "${{@: -1}}"; [ -e {folder}/broken ] && exit 1; sleep 0.3; touch "${{@: -1}}/ready"; sleep 60;;
     *turns.py*) echo "turns ${{@: -1}}"; echo [] > table.json;;
     *compare.py*) echo compared;;
@@ -392,6 +393,9 @@ def test_two_servers_by_turns(tmp_path: Path) -> None:
     (tmp_path / "broken").touch()
     assert script(TURNS, tmp_path, seconds="500").returncode == 1
     assert "turns.py" not in (tmp_path / "calls").read_text()
+    (tmp_path / "no_plugin").touch()
+    assert script(TURNS, tmp_path, seconds="500").returncode == 1
+    assert "slice.py" not in (tmp_path / "calls").read_text()
 
 
 def test_training_goes_on(tmp_path: Path) -> None:
