@@ -59,15 +59,18 @@ class Job:
         return min(self.seconds, self.least) if self.detached or "{seconds}" in self.command else self.seconds
 
 
-def commit() -> str:
-    """Of the working tree, with -dirty if it has other changes; without git a digest of the sources."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+def commit(root: Path = ROOT) -> str:
+    """Of the working tree; where it has other changes, or there is no git, a digest of the sources too."""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    named = "no git"
     with suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        named = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        if not named.endswith("-dirty"):
+            return named
     digest = hashlib.sha256()
-    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
-        digest.update(path.read_bytes())
-    return f"sources {digest.hexdigest()[:12]}"
+    for path in sorted(path for folder in SOURCES for path in (root / folder).rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return f"{named} {digest.hexdigest()[:12]}"
 
 
 def birth(pid: int) -> int | None:

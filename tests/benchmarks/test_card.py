@@ -123,6 +123,27 @@ def test_resume(tmp_path: Path) -> None:
     assert len((tmp_path / "good.count").read_text()) // 2 == 3
 
 
+def test_which_code(tmp_path: Path) -> None:
+    """Changes that are not committed are another commit's, each time they change."""
+    source = tmp_path / "msaserve" / "code.py"
+    source.parent.mkdir()
+    source.write_text("1")
+    without = commit(tmp_path)
+    source.write_text("2")
+    assert commit(tmp_path) != without
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *arguments], check=True)
+    clean = commit(tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{12}", clean)
+    source.write_text("3")
+    dirty = commit(tmp_path)
+    source.write_text("4")
+    assert len({clean, dirty, commit(tmp_path)}) == 3
+    source.write_text("2")
+    assert commit(tmp_path) == clean
+
+
 def test_peers_make_another_command(tmp_path: Path) -> None:
     job = Job("timed", "echo with {with_peers}", 1)
     assert run(tmp_path, job).states["timed"]["last"] == "with"
