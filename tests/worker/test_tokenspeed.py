@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 from recording_worker import ANSWER, EOS, TINY, RecordingTokenSpeed, RecordingVllm, recording_worker
+from waits import free_port
 
 from msaserve.errors import EngineError, InvalidRequestError
 from msaserve.gateway.grpc_client import GrpcClient
@@ -94,14 +95,12 @@ async def test_a_worker_of_neither_protocol() -> None:
 
 async def test_another_protocol_behind_the_same_address() -> None:
     first = RecordingVllm(TINY, encoder_dtype="", takes_pixels=False)
-    async with recording_worker(first) as port:
+    async with recording_worker(first, port=free_port()) as port:
         client = GrpcClient(f"grpc://127.0.0.1:{port}")
         assert (await client.worker()).protocol == "vllm"
     second = RecordingTokenSpeed(TINY, encoder_dtype="", takes_pixels=False)
     async with recording_worker(second, port=port):
-        for _ in range(100):
-            if await client.is_ready():
-                break
+        while not await client.is_ready():
             await asyncio.sleep(0.05)
         assert (await client.worker()).protocol == "tokenspeed"
         await client.close()
