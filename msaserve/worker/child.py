@@ -41,8 +41,6 @@ class Task(msgspec.Struct):
     name: str
     parent: int
     """The other process."""
-    directory: str
-    """For the socket and nothing else; whichever process ends last removes it."""
     otlp_traces_endpoint: str | None = None
 
 
@@ -58,7 +56,8 @@ class Answer(msgspec.Struct, omit_defaults=True):
     """What is not installed, if that is the error."""
 
 
-def main() -> int:
+def main(directory: str) -> int:
+    """directory: for the socket and nothing else; whichever process ends last removes it."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # they may come to all processes; who started this one decides
     answers = os.fdopen(os.dup(1), "w")
@@ -68,10 +67,11 @@ def main() -> int:
     while not line.endswith(b"\n"):
         chunk = os.read(0, 65_536)
         if not chunk:
+            shutil.rmtree(directory, ignore_errors=True)
             return 1  # the other process has gone already
         line += chunk
     try:
-        _serve(msgspec.json.decode(line, type=Task), answers)
+        _serve(msgspec.json.decode(line, type=Task), directory, answers)
     except MsaserveError as error:
         _say(answers, Answer(error=str(error), kind=type(error).__name__))
         return 1
@@ -81,7 +81,7 @@ def main() -> int:
     return 0
 
 
-def _serve(task: Task, answers: TextIO) -> None:
+def _serve(task: Task, directory: str, answers: TextIO) -> None:
     """Raises what loading raises, and EngineError when the engine stops by itself."""
     on_end: list[Callable[[], object]] = []
 
@@ -93,7 +93,7 @@ def _serve(task: Task, answers: TextIO) -> None:
                 end()
                 time.sleep(_END_SECONDS)
         finally:
-            shutil.rmtree(task.directory, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
             os._exit(1)
 
     threading.Thread(target=watch, name="msaserve-lifeline", daemon=True).start()
@@ -118,15 +118,15 @@ def _serve(task: Task, answers: TextIO) -> None:
         on_end.append(end)
 
         def on_ready(_: int) -> None:
-            _say(answers, Answer(address=f"unix://{task.directory}/worker.sock"))
+            _say(answers, Answer(address=f"unix://{directory}/worker.sock"))
 
-        address = f"unix:{task.directory}/worker.sock"
+        address = f"unix:{directory}/worker.sock"
         await run(AsyncEngine(engine), model, address, stop=stop, drain_seconds=0, on_ready=on_ready, tracer=tracer)
 
     try:
         run_loop(run_all())
     finally:
-        shutil.rmtree(task.directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         tracer.close()
 
 
@@ -137,4 +137,4 @@ def _say(answers: TextIO, answer: Answer) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

@@ -38,13 +38,13 @@ class WorkerProcess:
         path = os.pathsep.join(p for p in (package_root, os.environ.get("PYTHONPATH")) if p)
         self._directory = _private_directory()
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "msaserve.worker.child"],
+            [sys.executable, "-m", "msaserve.worker.child", str(self._directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C is for this process: it lets requests end first
         )
-        task = Task(str(checkpoint), asdict(engine), name, os.getpid(), str(self._directory), otlp_traces_endpoint)
+        task = Task(str(checkpoint), asdict(engine), name, os.getpid(), otlp_traces_endpoint)
         assert self._popen.stdin is not None
         with suppress(BrokenPipeError):  # it has died; `wait_ready` says so
             self._popen.stdin.write(msgspec.json.encode(task) + b"\n")

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +113,15 @@ def test_nothing_outlives_a_server_that_is_killed(*, is_loaded: bool, temporary_
         server.popen.kill()
         until(lambda: are_gone(family))
         assert not list(temporary_files.iterdir())
+
+
+@pytest.mark.parametrize("module", ["msaserve.worker.child", "msaserve.gateway.processes.child"])
+def test_a_child_whose_parent_dies_before_it_says_what_to_do(module: str, temporary_files: Path) -> None:
+    directory = temporary_files / "of the parent"
+    directory.mkdir()
+    command = [sys.executable, "-m", module, str(directory)]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=SECONDS).returncode == 1
+    assert not directory.exists()
 
 
 def test_a_worker_that_dies_while_it_loads() -> None:

@@ -45,14 +45,14 @@ _REPORT_SECONDS = 5.0
 class SharedPlace(Place):
     """Of one process among several."""
 
-    def __init__(self, task: Task, control: Control[ToProcess]) -> None:
+    def __init__(self, task: Task, directory: str, control: Control[ToProcess]) -> None:
         self.board = Board(task.board, task.count, task.num_workers)
         super().__init__(
             number=task.number,
             count=task.count,
             created=task.created,
             shm_owner=f"{task.supervisor}-{os.getpid()}",
-            directory=task.directory,
+            directory=directory,
             in_flight=self.board.in_flight(task.number),
         )
         self._control = control
@@ -141,23 +141,25 @@ class HandedOver:
         task.add_done_callback(self._tasks.discard)
 
 
-def main() -> int:
+def main(directory: str) -> int:
+    """directory: for temporary files; whichever process ends last removes it."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # they may come to all processes; the supervisor says what follows
     line = b""
     while not line.endswith(b"\n"):
         chunk = os.read(0, 65_536)
         if not chunk:
+            shutil.rmtree(directory, ignore_errors=True)
             return 1  # the supervisor has gone already
         line += chunk
     task = msgspec.json.decode(line, type=Task)
     configure_logging(access_log=task.options.http.access_log)
     code: list[int] = []
-    run_loop(_serve(task, code.append))
+    run_loop(_serve(task, directory, code.append))
     return code[0]
 
 
-def _watch(task: Task) -> None:
+def _watch(task: Task, directory: str) -> None:
     while os.read(0, 1024):  # not sys.stdin, whose lock an exit would find taken
         pass
     try:
@@ -165,17 +167,17 @@ def _watch(task: Task) -> None:
 
         shm.remove_all(f"{task.supervisor}-{os.getpid()}")
     finally:
-        shutil.rmtree(task.directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
 
-async def _serve(task: Task, ends_with: Callable[[int], None]) -> None:
-    threading.Thread(target=_watch, args=(task,), name="msaserve-lifeline", daemon=True).start()
+async def _serve(task: Task, directory: str, ends_with: Callable[[int], None]) -> None:
+    threading.Thread(target=_watch, args=(task, directory), name="msaserve-lifeline", daemon=True).start()
     control: Control[ToProcess] = await Control.open(socket.socket(fileno=task.control), ToProcess)
     try:
         from msaserve.gateway.launch import serve
 
-        place = SharedPlace(task, control)
+        place = SharedPlace(task, directory, control)
         entrance = HandedOver(socket.socket(fileno=task.connections), place, control)
         await serve(task.options, entrance, place=place, on_ready=lambda text: control.send(Ready(text)))
     except MsaserveError as error:
@@ -191,4 +193,4 @@ async def _serve(task: Task, ends_with: Callable[[int], None]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

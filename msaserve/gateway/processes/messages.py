@@ -31,8 +31,6 @@ class Task(msgspec.Struct):
     """When the supervisor began, in seconds: what /v1/models says."""
     supervisor: int
     """Its process id."""
-    directory: str
-    """For temporary files; whichever process ends last removes it."""
     control: int
     """Descriptors: messages,"""
     connections: int

@@ -188,7 +188,7 @@ class Supervisor:
         """One process in this place, from its start until it is gone. Returns how it ended."""
         slot.refusal = None
         try:
-            process = slot.process = await _Process.start(self._task(slot.number))
+            process = slot.process = await _Process.start(self._task(slot.number), self._directory)
         except OSError as error:  # no memory or descriptors for one more: those that run go on
             slot.num_failed += 1
             return f"it could not be started: {error}"
@@ -209,7 +209,6 @@ class Supervisor:
             num_workers=self._board.num_workers,
             created=self._created,
             supervisor=os.getpid(),
-            directory=self._directory,
             control=control,
             connections=connections,
             board=self._board.descriptor,
@@ -352,7 +351,7 @@ class _Process:
         self._connections = connections
 
     @classmethod
-    async def start(cls, task: Callable[[int, int], Task]) -> _Process:
+    async def start(cls, task: Callable[[int, int], Task], directory: str) -> _Process:
         """task: for the descriptors of its ends of two connections. Raises OSError."""
         package_root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(p for p in (package_root, os.environ.get("PYTHONPATH")) if p)
@@ -361,7 +360,7 @@ class _Process:
             connections, their_connections = map(undo.enter_context, socket.socketpair())
             its = task(theirs.fileno(), their_connections.fileno())
             popen = subprocess.Popen(
-                [sys.executable, "-m", "msaserve.gateway.processes.child"],
+                [sys.executable, "-m", "msaserve.gateway.processes.child", directory],
                 stdin=subprocess.PIPE,
                 pass_fds=[its.control, its.connections, its.board],
                 env={**os.environ, "PYTHONPATH": path},
