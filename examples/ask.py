@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,4 +41,6 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
+    main(parser.parse_args().url)
