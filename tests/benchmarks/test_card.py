@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from waits import until
+from waits import SECONDS, until
 
 from benchmarks.card import __main__ as card
 from benchmarks.card.jobs import JOBS, TRAIN, TURNS
@@ -25,6 +26,20 @@ from benchmarks.card.run import ROOT, Job, Run, birth, commit
 def run(out: Path, *jobs: Job, seconds: float = 200.0, at: str = "c0", **options: Any) -> Run:
     options = {"cores": 4, "gpu_gib": 100.0, **options}
     made = Run(jobs, out, time.monotonic() + seconds, at, **options)
+    made()
+    return made
+
+
+def run_until(over: Callable[[Run], bool], out: Path, *jobs: Job, at: str = "c0") -> Run:
+    """One whose time is up as soon as that is so, however busy the machine is."""
+
+    class Ending(Run):
+        def _start_what_fits(self) -> None:
+            super()._start_what_fits()
+            if over(self):
+                self.end = 0.0
+
+    made = Ending(jobs, out, time.monotonic() + SECONDS, at, cores=4, gpu_gib=100.0)
     made()
     return made
 
@@ -39,8 +54,10 @@ def spans(out: Path, *names: str) -> list[tuple[float, float]]:
     return [(float(first), float(last)) for first, last in read]
 
 
-def span(name: str, **needs: Any) -> Job:
-    return Job(name, "date +%s.%N > {out}/span; sleep 0.6; date +%s.%N >> {out}/span", 1, **needs)
+def span(name: str, meets: str = "", **needs: Any) -> Job:
+    """meets: it ends once that one has begun, too."""
+    wait = f"until [ -e {{all}}/{meets}/span ]; do sleep 0.05; done" if meets else "sleep 0.3"
+    return Job(name, f"date +%s.%N > {{out}}/span; {wait}; date +%s.%N >> {{out}}/span", 1, **needs)
 
 
 def overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
@@ -75,12 +92,11 @@ def test_one_that_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_time_is_up(tmp_path: Path) -> None:
     """What runs then ends with all it has started; what it has written stays; what is too long does not begin."""
     long = Job("long", "echo part > {out}/part; sleep 300 & echo $! > {out}/child; sleep 300", 1)
-    deaf = Job("deaf", "trap '' TERM; echo here; while true; do sleep 0.1; done", 1)
-    begin = time.monotonic()
-    made = run(tmp_path, long, deaf, Job("too_long", "true", 100), seconds=4.0)
-    assert time.monotonic() - begin < 200
+    deaf = Job("deaf", "trap '' TERM; echo here; touch {out}/here; while true; do sleep 0.1; done", 1)
+    have_begun = lambda run: all((tmp_path / name).exists() for name in ("long/child", "deaf/here"))  # noqa: E731
+    made = run_until(have_begun, tmp_path, long, deaf, Job("too_long", "true", 1000))
     assert states(made) == {"long": "cut", "deaf": "cut", "too_long": "to do"}
-    assert made.states["too_long"]["last"].startswith("takes 100 s, ")
+    assert made.states["too_long"]["last"].startswith("takes 1000 s, ")
     assert made.states["deaf"]["last"] == "here"
     assert (tmp_path / "long" / "part").read_text() == "part\n"
     assert birth(int((tmp_path / "long" / "child").read_text())) is None
@@ -90,7 +106,7 @@ def test_time_is_up(tmp_path: Path) -> None:
 def test_commands_are_told_when_to_end(tmp_path: Path) -> None:
     made = run(tmp_path, Job("told", "echo {seconds} {cores}", 500, cores=9), seconds=70.0)
     seconds, cores = made.states["told"]["last"].split()
-    assert 50 <= int(seconds) <= 60
+    assert 20 <= int(seconds) <= 60
     assert cores == "4"
 
 
@@ -102,7 +118,11 @@ def test_resume(tmp_path: Path) -> None:
     slow = Job("slow", count.replace("{n}", "slow") + "[ $(wc -l < {out}/own) = 2 ] || sleep 300", 1)
     part = Job("part", count.replace("{n}", "part") + "[ $(wc -l < {out}/own) = 2 ] || echo not run, out of time", 1)
     jobs = (good, bad, slow, part)
-    first = states(run(tmp_path, *jobs, seconds=4.0))
+
+    def only_slow(made: Run) -> bool:
+        return made.running() == [slow] and (tmp_path / "slow" / "own").exists()
+
+    first = states(run_until(only_slow, tmp_path, *jobs))
     assert first == {"good": "done", "bad": "failed: 1", "slow": "cut", "part": "partly"}
     assert set(states(run(tmp_path, *jobs)).values()) == {"done"}
     assert set(states(run(tmp_path, *jobs)).values()) == {"done"}
@@ -146,7 +166,7 @@ def test_peers_make_another_command(tmp_path: Path) -> None:
 
 
 def test_who_runs_beside_whom(tmp_path: Path) -> None:
-    jobs = [span("one", cores=2), span("two", cores=2), span("timed", alone=True), span("other")]
+    jobs = [span("one", "two", cores=2), span("two", "one", cores=2), span("timed", alone=True), span("other")]
     assert set(states(run(tmp_path, *jobs)).values()) == {"done"}
     one, two, timed, other = spans(tmp_path, "one", "two", "timed", "other")
     assert overlap(one, two)
@@ -158,9 +178,8 @@ def test_who_runs_beside_whom(tmp_path: Path) -> None:
 def test_cores_and_memory_are_counted(tmp_path: Path, needs: dict[str, Any]) -> None:
     """Two that are too large together; a small one beside the first; one that is larger than the machine, by itself."""
     huge = span("huge", **{name: 10 * value for name, value in needs.items()})
-    assert set(states(run(tmp_path, span("one", **needs), span("two", **needs), span("small"), huge)).values()) == {
-        "done"
-    }
+    jobs = (span("one", "small", **needs), span("two", **needs), span("small", "one"), huge)
+    assert set(states(run(tmp_path, *jobs)).values()) == {"done"}
     one, two, small, huge_at = spans(tmp_path, "one", "two", "small", "huge")
     assert not overlap(one, two)
     assert overlap(one, small)
@@ -176,19 +195,21 @@ def trainer(tmp_path: Path, last: str = "done") -> Job:
 def test_detached(tmp_path: Path) -> None:
     """It outlives the run that began it; later ones collect what there is, and then what waits for it runs."""
     jobs = (trainer(tmp_path), Job("evaluate", "cat {all}/train/weights", 1, after=("train",)))
-    made = run(tmp_path, *jobs, seconds=2.5)
+    made = run_until(lambda _: (tmp_path / "train" / "weights").exists(), tmp_path, *jobs)
     assert states(made) == {"train": "running", "evaluate": "to do"}
     pid = made.states["train"]["pid"]
     try:
         timed = Job("timed", "true", 1, alone=True)
-        made = run(tmp_path, timed, *jobs, Job("beside", "true", 1), seconds=4.0, at="c1")
+        beside = Job("beside", "true", 1)
+        is_done = lambda run: run.states["beside"]["state"] == "done"  # noqa: E731
+        made = run_until(is_done, tmp_path, timed, *jobs, beside, at="c1")
         assert states(made) == {"timed": "to do", "train": "running", "evaluate": "to do", "beside": "done"}
         assert (made.states["train"]["last"], made.states["train"]["commit"]) == ("step 1", "c0")
         (tmp_path / "go").touch()
         made = run(tmp_path, *jobs, at="c1")
         assert states(made) == {"train": "done", "evaluate": "done"}
         assert made.states["evaluate"]["last"] == "w2"
-        assert made.states["train"]["seconds"] >= 3
+        assert made.states["train"]["seconds"] > 0
     finally:
         if birth(pid) is not None:
             os.killpg(pid, signal.SIGKILL)

@@ -1,10 +1,14 @@
-"""A model whose rules do to a media process what a hostile file does to a decoder, by the picture's width."""
+"""A model whose rules do to a media process what a hostile file does to a decoder, by the picture's width.
+
+A SLOW one is done once the file SLOW_UNTIL exists.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from msaserve.gateway.media.spec import Hints
@@ -24,7 +28,8 @@ class HostileSpec(MiniMaxM3Spec):
         if width == HOG:
             bytearray(2**34)
         if width == SLOW:
-            time.sleep(0.3)
+            while not Path(os.environ["SLOW_UNTIL"]).exists():
+                time.sleep(0.01)
         return super().image_size(height, width, hints)
 
 

@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import hostile_spec
 import msgspec
@@ -26,6 +27,13 @@ LIMITS = MediaLimits(image_timeout_s=SECONDS, max_wait_s=SECONDS, max_cache_byte
 SOURCE = SpecSource("hostile_spec:from_checkpoint", {})
 
 Make = Callable[..., MediaPool]
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Slow pictures are done once this file exists. Processes of the pool start with its first job."""
+    monkeypatch.setenv("SLOW_UNTIL", str(tmp_path / "gate"))
+    return tmp_path / "gate"
 
 
 @pytest.fixture
@@ -91,9 +99,12 @@ async def test_a_bad_job_and_the_next(pool: MediaPool, width: int, error: type[E
     await pool.prepare("image", picture(), Hints())
 
 
-async def test_same_file_at_the_same_time_is_prepared_once(pool: MediaPool) -> None:
+async def test_same_file_at_the_same_time_is_prepared_once(pool: MediaPool, gate: Path) -> None:
     data = picture(width=hostile_spec.SLOW)
-    items = await asyncio.gather(*(pool.prepare("image", data, Hints()) for _ in range(5)))
+    asked = asyncio.gather(*(pool.prepare("image", data, Hints()) for _ in range(5)))
+    await until_true(lambda: pool._busy)
+    gate.touch()
+    items = await asked
     assert all(item is items[0] for item in items)
     assert len(pool._idle) == 1
 
@@ -110,41 +121,44 @@ async def test_recent_items_are_kept_within_bounds(pool: MediaPool) -> None:
     assert await pool.prepare("image", picture(), Hints()) is not first
 
 
-async def test_one_waiter_gone_leaves_the_others(pool: MediaPool) -> None:
+async def test_one_waiter_gone_leaves_the_others(pool: MediaPool, gate: Path) -> None:
     data = picture(width=hostile_spec.SLOW)
     first, second = (asyncio.ensure_future(pool.prepare("image", data, Hints())) for _ in range(2))
-    await asyncio.sleep(0.05)
+    await until_true(lambda: pool._busy)
     first.cancel()
+    gate.touch()
     assert (await second).grid_thw[0] == 1
     assert first.cancelled()
 
 
-async def test_nobody_waiting_frees_a_place_in_the_queue(pool: MediaPool) -> None:
+async def keep_busy(pool: MediaPool) -> list[asyncio.Future[Any]]:
     running = [
         asyncio.ensure_future(pool.prepare("image", picture(40 + i, hostile_spec.SLOW), Hints())) for i in range(2)
     ]
-    await asyncio.sleep(0.05)
+    await until_true(lambda: len(pool._busy) == 2)
+    return running
+
+
+async def test_nobody_waiting_frees_a_place_in_the_queue(pool: MediaPool, gate: Path) -> None:
+    running = await keep_busy(pool)
     queued = asyncio.ensure_future(pool.prepare("image", picture(50), Hints()))
-    await asyncio.sleep(0.05)
-    assert len(pool._flights) == 3
+    await until_true(lambda: len(pool._flights) == 3)
     queued.cancel()
-    await asyncio.sleep(0.05)
-    assert len(pool._flights) == 2
+    await until_true(lambda: len(pool._flights) == 2)
+    gate.touch()
     await asyncio.gather(*running)
 
 
-async def test_who_asks_while_the_only_other_goes_is_served(pool: MediaPool) -> None:
-    running = [
-        asyncio.ensure_future(pool.prepare("image", picture(40 + i, hostile_spec.SLOW), Hints())) for i in range(2)
-    ]
-    await asyncio.sleep(0.05)
+async def test_who_asks_while_the_only_other_goes_is_served(pool: MediaPool, gate: Path) -> None:
+    running = await keep_busy(pool)
     first = asyncio.ensure_future(pool.prepare("image", picture(50), Hints()))
-    await asyncio.sleep(0.05)
+    await until_true(lambda: len(pool._flights) == 3)
     first.cancel()
     others = []
     for _ in range(5):  # its preparation takes some turns of the event loop to be given up
         others.append(asyncio.ensure_future(pool.prepare("image", picture(50), Hints())))
         await asyncio.sleep(0)
+    gate.touch()
     assert [item.grid_thw for item in await asyncio.gather(*others)] == [(1, 4, 6)] * 5
     assert first.cancelled()
     await asyncio.gather(*running)
@@ -177,7 +191,7 @@ async def test_a_full_pool_sends_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_close_ends_jobs_under_way(pool: MediaPool) -> None:
     running = asyncio.ensure_future(pool.prepare("image", picture(width=hostile_spec.HANG), Hints()))
-    await asyncio.sleep(0.5)
+    await until_true(lambda: pool._busy)
     await pool.close()
     with pytest.raises((asyncio.CancelledError, InvalidRequestError)):
         await running
