@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ class ToolUse:
 def tool_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
     """The fields `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidRequestError."""
     offered = _offered(tools)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, offered = _allowed(choice.get("allowed_tools"), offered)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
     name = _chosen(choice, schemas)
     is_none = choice == "none"
@@ -205,6 +207,30 @@ def _check_name(where: str, name: Any) -> None:
         )
 
 
+def _allowed(allowed: Any, offered: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """The choice, and the tools it leaves: the others are as if they had not been sent."""
+    tools = allowed.get("tools") if isinstance(allowed, dict) else None
+    if not isinstance(tools, list) or allowed.get("mode") not in ("auto", "required"):
+        raise InvalidRequestError(
+            'tool_choice.allowed_tools must be {"mode": "auto" or "required", "tools": […]}', param="tool_choice"
+        )
+    by_name = {tool["function"]["name"]: tool for tool in offered}
+    names = {_function_named(tool, "an entry of tool_choice.allowed_tools.tools", by_name) for tool in tools}
+    return allowed["mode"], [tool for name, tool in by_name.items() if name in names]
+
+
+def _function_named(choice: Any, what: str, names: Container[str]) -> str:
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequestError(
+            f'{what} must be {{"type": "function", "function": {{"name": …}}}}', param="tool_choice"
+        )
+    if name not in names:
+        raise InvalidRequestError(f"tool_choice names {name[:64]!r}, which is not in tools", param="tool_choice")
+    return name
+
+
 def _chosen(choice: Any, schemas: Mapping[str, Any]) -> str | None:
     """The tool that must be called; "" for any; None if none must be."""
     if choice is None or choice in ("none", "auto"):
@@ -218,15 +244,7 @@ def _chosen(choice: Any, schemas: Mapping[str, Any]) -> str | None:
         raise InvalidRequestError("tool_choice asks for a call, and there are no tools", param="tool_choice")
     if choice == "required":
         return ""
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
-        raise InvalidRequestError(
-            'tool_choice must be {"type": "function", "function": {"name": …}}', param="tool_choice"
-        )
-    if name not in schemas:
-        raise InvalidRequestError(f"tool_choice names {name[:64]!r}, which is not in tools", param="tool_choice")
-    return name
+    return _function_named(choice, "tool_choice", schemas)
 
 
 def _beginning(name: str) -> str:

@@ -216,6 +216,18 @@ def test_choice_named(client: openai.OpenAI, say: Any, prompt: Any) -> None:
     assert [c["name"] for c in streamed(client, **fields)[2]] == ["weather"]
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_choice_among_some(client: openai.OpenAI, say: Any, prompt: Any, mode: str) -> None:
+    """As if the others had not been sent."""
+    clock = {"type": "function", "function": {"name": "clock"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [clock]}}
+    say("ok" if mode == "auto" else f'<invoke name="clock">{NS}</invoke>\n{NS}</tool_call>')
+    create(client, tools=[WEATHER, CLOCK], tool_choice=choice)
+    given = prompt()
+    create(client, tools=[CLOCK], tool_choice=mode)
+    assert given == prompt()
+
+
 def test_choice_required(client: openai.OpenAI, say: Any, prompt: Any) -> None:
     say(f'<invoke name="clock">{NS}</invoke>\n{NS}</tool_call>')
     choice = create(client, tools=[WEATHER, CLOCK], tool_choice="required").choices[0]

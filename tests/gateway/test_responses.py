@@ -203,6 +203,11 @@ def test_tool_choice(client: openai.OpenAI, engine: FakeClient, say: Any, prompt
     response = create(client, tools=TOOLS, tool_choice={"type": "function", "name": "weather"})
     assert prompt().endswith(f'</mm:think>{NS}<tool_call>\n{NS}<invoke name="weather">')
     assert [(item.name, item.arguments) for item in response.output] == [("weather", '{"city": "Köln"}')]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    response = create(client, tools=[*TOOLS, {**TOOLS[0], "name": "other"}], tool_choice=choice)
+    assert prompt().endswith(f"</mm:think>{NS}<tool_call>\n{NS}")
+    assert "other" not in prompt()
+    assert response.tool_choice.type == "allowed_tools"
     say(FULL)
     assert [item.type for item in create(client, tools=TOOLS, parallel_tool_calls=False).output] == [
         "reasoning",

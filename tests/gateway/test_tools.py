@@ -14,6 +14,10 @@ def function(name: str, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **fields}}
 
 
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 TOOLS = [function("f", parameters=SCHEMA), function("g")]
 
@@ -78,7 +82,12 @@ def test_none_offers_and_parses_nothing() -> None:
         (TOOLS, "always", "tool_choice must be one of none, auto, required"),
         (TOOLS, 1, "tool_choice must be one of"),
         (TOOLS, {"type": "function"}, "tool_choice must be"),
-        (TOOLS, {"type": "allowed_tools", "allowed_tools": {}}, "tool_choice must be"),
+        (TOOLS, {"type": "allowed_tools", "allowed_tools": {}}, "tool_choice.allowed_tools must be"),
+        (TOOLS, {"type": "allowed_tools", "allowed_tools": []}, "tool_choice.allowed_tools must be"),
+        (TOOLS, allowed("none", function("f")), "tool_choice.allowed_tools must be"),
+        (TOOLS, allowed("auto", "f"), "an entry of tool_choice.allowed_tools.tools must be"),
+        (TOOLS, allowed("auto", function("h")), "'h', which is not in tools"),
+        (TOOLS, allowed("required"), "there are no tools"),
         (TOOLS, function("h"), "'h', which is not in tools"),
         ([], "required", "there are no tools"),
         (None, function("f"), "there are no tools"),

@@ -197,11 +197,16 @@ def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_choice(choice: Any) -> Any:
+    """In chat's form, in which functions and allowed tools lie one level deeper."""
     if not isinstance(choice, dict):
         return choice
+    if choice.get("type") == "allowed_tools" and isinstance(tools := choice.get("tools"), list):
+        chosen = [_tool_choice(tool) for tool in tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": chosen}}
     if choice.get("type") != "function":
         raise InvalidRequestError(
-            'tool_choice must be "none", "auto", "required" or {"type": "function", "name": …}',
+            'tool_choice must be "none", "auto", "required", {"type": "function", "name": …} or '
+            '{"type": "allowed_tools", "mode": …, "tools": […]}',
             param="tool_choice",
             code="unsupported_parameter",
         )
