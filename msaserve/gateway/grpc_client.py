@@ -235,9 +235,8 @@ class GrpcClient:
             self._end(call)
             _remove(names)  # whatever the worker has not taken
             span.end(failure)
-            failure = (
-                None  # with its traceback it would hold this frame and all of the request until the collector looks
-            )
+            # With its traceback it would hold this frame, and all of the request, until the collector looks.
+            failure = None
 
     async def abort(self, request_id: str) -> None:
         spoken = await self._dialect()
