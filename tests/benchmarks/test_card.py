@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ import pytest
 from waits import SECONDS, until
 
 from benchmarks.card import __main__ as card
-from benchmarks.card.jobs import JOBS, TRAIN, TURNS
 from benchmarks.card.run import ROOT, Job, Run, birth, commit
 
 
@@ -361,153 +359,3 @@ card.main()
     assert told.wait(200) == 1
     assert birth(int((tmp_path / "job" / "pid").read_text())) is None
     assert "| job | cut |" in (tmp_path / "pack" / "summary.md").read_text()
-
-
-def test_default_list() -> None:
-    """What times the operators comes first, in quiet; every job it waits for comes before it."""
-    names = [job.name for job in JOBS]
-    assert len(set(names)) == len(names)
-    assert names[:5] == ["decode", "prefill", "dense", "context", "decode_shared"]
-    quiet = [job.alone for job in JOBS]
-    assert quiet == sorted(quiet, reverse=True)
-    for job in JOBS:
-        assert all(names.index(name) < names.index(job.name) for name in job.after)
-
-
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
-def test_commands_fit_their_scripts(job: Job) -> None:
-    """Each script is there, and it or one beside it knows each option."""
-    fields = dict.fromkeys(("python", "root", "out", "all", "cores", "seconds", "with_peers", "releases"), "X")
-    command = job.command.format(**fields | {"root": str(ROOT)}).replace(f"{ROOT}/", "")
-    modules = re.findall(r"-m (examples\S+)", command)
-    scripts = re.findall(r"benchmarks/\S+\.(?:py|sh)", command) + [f"{name.replace('.', '/')}.py" for name in modules]
-    if job.name.startswith("tests_"):
-        scripts = ["benchmarks/card/once.py"]
-    assert scripts
-    known = "".join(path.read_text() for name in scripts for path in (ROOT / name).parent.glob("*.py"))
-    assert all((ROOT / name).is_file() for name in scripts)
-    for option in re.findall(r" --(\S+)", command):
-        assert f'"--{option}"' in known or re.search(rf"^    {option.replace('-', '_')}: ", known, re.MULTILINE), option
-
-
-STUB = """#!/bin/bash
-echo "$@" >> {folder}/calls
-case "$*" in
-    *vllm.general_plugins*) [ ! -e {folder}/no_plugin ] || exit 1;;
-    *--serve*) mkdir "${{@: -1}}"; [ -e {folder}/broken ] && exit 1; sleep 0.3; touch "${{@: -1}}/ready"; sleep 60;;
-    *turns.py*) echo "turns ${{@: -1}}"; echo [] > table.json;;
-    *compare.py*) echo compared;;
-esac
-"""
-
-
-def script(command: str, folder: Path, **fields: str) -> subprocess.CompletedProcess[str]:
-    """A job's command with a program in python's place that writes down what it is asked."""
-    (folder / "python").write_text(STUB.format(folder=folder))
-    (folder / "python").chmod(0o755)
-    (folder / "calls").write_text("")
-    command = command.format(python=folder / "python", root="ROOT", out=folder / "out", **fields)
-    (folder / "out").mkdir(exist_ok=True)
-    done = subprocess.Popen(["bash", "-c", f"({command}\n)"], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert done.stdout is not None
-    try:
-        code = done.wait(200)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(done.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess([], code, done.stdout.read())
-
-
-def test_two_servers_by_turns(tmp_path: Path) -> None:
-    """Asked when both are ready, with the seconds that are left; one that cannot start ends it."""
-    done = script(TURNS, tmp_path, seconds="500")
-    assert done.returncode == 0
-    said = done.stdout.splitlines()
-    assert said[1:] == ["compared"]
-    assert 480 <= int(said[0].removeprefix("turns ")) <= 500
-    (tmp_path / "broken").touch()
-    assert script(TURNS, tmp_path, seconds="500").returncode == 1
-    assert "turns.py" not in (tmp_path / "calls").read_text()
-    (tmp_path / "no_plugin").touch()
-    assert script(TURNS, tmp_path, seconds="500").returncode == 1
-    assert "slice.py" not in (tmp_path / "calls").read_text()
-
-
-def test_training_goes_on(tmp_path: Path) -> None:
-    """From its state; where that is lost, from a copy of the checkpoint."""
-    assert script(TRAIN, tmp_path).returncode == 0
-    assert (tmp_path / "calls").read_text().strip().endswith("--minutes 20.5 --save-minutes 2")
-    (tmp_path / "out" / "checkpoint").mkdir()
-    (tmp_path / "out" / "checkpoint" / "progress.json").write_text("{}")
-    script(TRAIN, tmp_path)
-    assert (tmp_path / "calls").read_text().strip().endswith(f"--resume-from {tmp_path}/out/former")
-    assert (tmp_path / "out" / "former" / "progress.json").exists()
-    (tmp_path / "out" / "state").mkdir()
-    (tmp_path / "out" / "state" / "state.pt").touch()
-    script(TRAIN, tmp_path)
-    assert "--resume-from" not in (tmp_path / "calls").read_text()
-
-
-TESTS = """
-import pytest
-
-@pytest.mark.slow
-def test_slow(): pass
-@pytest.mark.parametrize("i", range(20))
-def test_many(i): pass
-def test_good(): pass
-def test_bad():
-    import os
-    assert os.path.exists("repaired")
-def test_skipped(): pytest.skip("no")
-@pytest.fixture
-def breaks():
-    yield
-    raise ValueError
-def test_teardown(breaks): pass
-"""
-
-
-@pytest.mark.parametrize("processes", [(), ("-n", "2")])
-def test_once(tmp_path: Path, processes: tuple[str, ...]) -> None:
-    """What passed is not run again; the slow come last; in time it ends by itself, and says that it did."""
-    (tmp_path / "test_it.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
-
-    def tests(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-v",
-            "-p",
-            "benchmarks.card.once",
-            "--once",
-            "passed",
-            *processes,
-            *options,
-        ]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
-
-    def passed() -> list[str]:
-        return [line.partition("::")[2] for line in (tmp_path / "passed").read_text().splitlines()]
-
-    stopped = tests("--once-seconds", "0")
-    assert (stopped.returncode, "out of time" in stopped.stdout) == (0, True), stopped.stdout + stopped.stderr
-    first = passed()
-    assert first
-    assert "test_slow" not in first
-    whole = tests()
-    assert whole.returncode == 1
-    assert first[0] not in whole.stdout
-    assert sorted(passed()) == sorted(
-        ["test_good", "test_skipped", "test_slow", *(f"test_many[{i}]" for i in range(20))]
-    )
-    assert processes or passed()[-1] == "test_slow"
-    failed = tests("--once-seconds", "0")
-    assert failed.returncode == 1, "out of time, but something is wrong"
-    (tmp_path / "repaired").touch()
-    (tmp_path / "test_it.py").write_text(TESTS.replace("raise ValueError", "pass"))
-    assert tests().returncode == 0
-    assert tests().returncode == 0, "nothing is left"
