@@ -110,7 +110,7 @@ class Envelope:
         finally:
             seconds = time.perf_counter() - start
             for lease in facts.leases:
-                lease.release()
+                lease.close()
             self._metrics.num_http_active -= 1
             self._metrics.count_http(method, path, status, seconds)
             if _access_log.isEnabledFor(logging.INFO):

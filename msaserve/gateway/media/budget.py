@@ -55,19 +55,14 @@ class ByteBudget:
 
 
 class Lease:
-    """What one request holds of a budget. An async context manager: leaving it gives everything back."""
+    """What one request holds of a budget, until it is closed."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
         self.size = 0
 
-    async def __aenter__(self) -> Lease:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
+    def close(self) -> None:
+        """Give everything back."""
         size, self.size = self.size, 0
         self._budget.release(size)
 

@@ -8,6 +8,7 @@ import ipaddress
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -106,7 +107,7 @@ async def fetch(
 ) -> bytes:
     fetcher = Fetcher(limits, allows_private=allows_private, allowed_hosts=allowed_hosts)
     try:
-        async with Lease(budget or ByteBudget(10**8, max_wait_s=0.2)) as lease:
+        with closing(Lease(budget or ByteBudget(10**8, max_wait_s=0.2))) as lease:
             return await fetcher.fetch(url, modality, lease)
     finally:
         await fetcher.close()
@@ -375,7 +376,7 @@ async def test_a_large_data_url_does_not_hold_up_others() -> None:
 
 async def test_budget() -> None:
     budget = ByteBudget(1000, max_wait_s=0.1)
-    async with Lease(budget) as first, Lease(budget) as second:
+    with closing(Lease(budget)) as first, closing(Lease(budget)) as second:
         await first.add(700)
         with pytest.raises(TooLargeError):
             await second.add(1001)
@@ -384,7 +385,7 @@ async def test_budget() -> None:
         budget._max_wait_s = SECONDS
         waiting = asyncio.ensure_future(second.add(400))
         await asyncio.sleep(0.01)
-        await first.__aexit__(None, None, None)
+        first.close()
         await waiting
         assert budget.used == 400
         given_up = asyncio.ensure_future(first.add(800))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ async def media() -> AsyncIterator[MediaPipeline]:
 
 async def test_prepare_and_place(media: MediaPipeline) -> None:
     spec = MiniMaxM3Spec()
-    async with media.lease() as lease:
+    with closing(media.lease()) as lease:
         items = await media.prepare([VIDEO, IMAGE, VIDEO], lease)
         prompt = TOKENIZER.encode("see ]<]video[>[ and ]<]image[>[ and ]<]video[>[.")
         token_ids, placed = await media.place(items, prompt, TOKENIZER, lease)
@@ -62,14 +63,13 @@ async def test_prepare_and_place(media: MediaPipeline) -> None:
 async def test_errors_name_their_part(media: MediaPipeline) -> None:
     bad = [part._replace(url=data_url(b"?")) for part in (IMAGE, VIDEO)]
     for part in bad:
-        async with media.lease() as lease:
-            with pytest.raises(InvalidRequestError) as caught:
-                await media.prepare([IMAGE, part], lease)
+        with closing(media.lease()) as lease, pytest.raises(InvalidRequestError) as caught:
+            await media.prepare([IMAGE, part], lease)
         assert caught.value.param == part.where
         assert part.where in str(caught.value)
         assert caught.value.code == "media_wrong_type"
     # The same bad file twice at once: each error names its own part.
-    async with media.lease() as lease:
+    with closing(media.lease()) as lease:
         parts = [bad[0], bad[0]._replace(where="elsewhere")]
         errors = await asyncio.gather(*(media.prepare([p], lease) for p in parts), return_exceptions=True)
     assert [getattr(error, "param", None) for error in errors] == [bad[0].where, "elsewhere"]
@@ -92,14 +92,14 @@ async def test_checked_before_fetching(media: MediaPipeline, parts: list[MediaPa
 
 
 async def test_two_hundred_pictures(media: MediaPipeline) -> None:
-    async with media.lease() as lease:
+    with closing(media.lease()) as lease:
         items = await media.prepare([IMAGE] * 200, lease)
     assert len(items) == 200
 
 
 async def test_a_request_over_the_budget() -> None:
     media = pipeline(max_inflight_bytes=50_000)
-    async with media.lease() as lease:
+    with closing(media.lease()) as lease:
         items = await media.prepare([IMAGE], lease)
         with pytest.raises(TooLargeError):
             await media.place(items, TOKENIZER.encode("]<]image[>["), TOKENIZER, lease)
@@ -109,7 +109,7 @@ async def test_a_request_over_the_budget() -> None:
 async def test_what_is_prepared_counts_at_once() -> None:
     media = pipeline(max_inflight_bytes=200_000)
     parts = [IMAGE._replace(url=data_url(picture(seed=i))) for i in range(100)]
-    async with media.lease() as lease:
+    with closing(media.lease()) as lease:
         with pytest.raises(TooLargeError):
             await media.prepare(parts, lease)
         assert lease.size <= 200_000
@@ -144,7 +144,7 @@ async def test_a_prompt_is_not_expanded_in_the_event_loop(
         return encode(self, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", encode_noted)
-    async with media.lease() as lease:
+    with closing(media.lease()) as lease:
         token_ids, _ = await media.place([item] * 2, prompt, TOKENIZER, lease, as_pixels=True)
     assert token_ids.count(511) == 2 * 384 * 4
     assert not any(is_main for _, is_main in calls)
