@@ -82,10 +82,8 @@ class Envelope:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"].append((b"x-request-id", request_id.encode()))
-                if path.startswith("/v1/messages"):
-                    message["headers"].append(
-                        (b"request-id", request_id.encode())
-                    )  # as Anthropic's clients look for it
+                if path.startswith("/v1/messages"):  # Anthropic's clients look for it by this name
+                    message["headers"].append((b"request-id", request_id.encode()))
             await send(message)
 
         told = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
