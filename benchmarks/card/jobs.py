@@ -53,8 +53,15 @@ def sanitizer(tool: str) -> Job:
 
 def tokens(name: str, switch: int) -> Job:
     """Of vLLM without and with the plugin, for the judge."""
-    command = f"MSASERVE_VLLM={switch} {VLLM}/slice.py --checkpoint {{all}}/vllm_checkpoint --out {{out}}/{name}.json"
-    return in_vllm(f"vllm_{name}", PLUGIN + command, 330, cores=4, gpu_gib=125, after=("vllm_checkpoint",))
+    command = f"MSASERVE_VLLM={switch} {VLLM}/slice.py --checkpoint {{all}}/vllm_checkpoint --memory 0.4"
+    return in_vllm(
+        f"vllm_{name}",
+        f"{PLUGIN}{command} --out {{out}}/{name}.json",
+        330,
+        cores=4,
+        gpu_gib=60,
+        after=("vllm_checkpoint",),
+    )
 
 
 prefill = OPS + "/prefill.py {with_peers} --seconds {seconds} --out {out}/prefill.json"
@@ -110,9 +117,9 @@ JOBS = (
     ),
     Job(
         "evaluate",
-        evaluate + " --processes 4",
-        300,
-        cores=4,
+        evaluate + " --processes {cores} --chunk 8192",
+        120,
+        cores=12,
         gpu_gib=40,
         modules=(*ASKED, "PIL"),
         after=("train",),
