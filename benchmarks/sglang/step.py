@@ -108,6 +108,7 @@ class Step:
                 if getattr(holder, name) is stock[name]:
                     raise RuntimeError(f"SGLang's loader put no hook around {name} of {holder.__name__}")
 
+        torch.manual_seed(0)
         self.generator = torch.Generator(DEVICE).manual_seed(0)
         cache_dtype = E4M3 if case.has_8_bits else DTYPE
         # Later releases keep index keys in 8 bits too, beside such a cache, on Hopper.
