@@ -192,6 +192,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     supports_vision: bool = False
     takes_pixels: bool = False
     """MediaItem.patches may be uint8 pixels: whoever takes them normalises them."""
+    constrains_first_token: bool = False
+    """Constraints hold from the first token on, whatever they say of reasoning: nothing can be thought before."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -278,6 +278,8 @@ class Gateway:
                 raise InvalidRequestError(
                     "a tool call that is asked for needs add_generation_prompt", param="add_generation_prompt"
                 )
+        if constraint is not None and constraint.after_reasoning and model.constrains_first_token:
+            kwargs = without_thinking(kwargs, form=constraint.param)
         token_ids, items = await self._encode_chat(request, asked, kwargs, tools.offered, model, size)
         thinking = thinking_mode(self._tokenizer.token_text(token_ids[-1]) if token_ids else "")
         if tools.prefix:

@@ -170,14 +170,24 @@ def thinking_kwargs(thinking: Any, reasoning_effort: Any) -> dict[str, Any]:
     return kwargs
 
 
-def without_thinking(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Template variables for an answer that begins with a tool call. Raises InvalidRequestError if it is to think."""
-    if kwargs.get("thinking_mode") == "enabled":
+def without_thinking(kwargs: Mapping[str, Any], *, form: str = "") -> dict[str, Any]:
+    """Template variables for an answer that begins at once: with a tool call, or with what the field `form` asks for.
+
+    Raises:
+        InvalidRequestError: it is to think first.
+    """
+    if kwargs.get("thinking_mode") != "enabled":
+        return {**kwargs, "thinking_mode": "disabled"}
+    if form:
         raise InvalidRequestError(
-            "with thinking enabled no tool call can be asked for: thinking comes first; use tool_choice auto",
-            param="tool_choice",
+            f"with thinking enabled this worker takes no {form}: it holds from the first token on and leaves no room for "
+            "thinking; do not enable it",
+            param=form,
         )
-    return {**kwargs, "thinking_mode": "disabled"}
+    raise InvalidRequestError(
+        "with thinking enabled no tool call can be asked for: thinking comes first; use tool_choice auto",
+        param="tool_choice",
+    )
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:

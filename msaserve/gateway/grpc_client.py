@@ -126,7 +126,12 @@ class GrpcClient:
             facts = spoken.dialect.facts(model, server)
             token_ids = _media_token_ids(await self.files()) if model.supports_vision else {}
             self._worker = Worker(
-                info=convert.info_from_proto(model, token_ids, takes_pixels=facts.takes_pixels),
+                info=convert.info_from_proto(
+                    model,
+                    token_ids,
+                    takes_pixels=facts.takes_pixels,
+                    constrains_first_token=facts.constrains_first_token,
+                ),
                 served_model_name=model.served_model_name,
                 defaults=_defaults(model.default_sampling_params_json, tuple(model.eos_token_ids)),
                 block_size=facts.block_size,

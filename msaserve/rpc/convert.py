@@ -167,8 +167,14 @@ def request_metadata(request: GenerateRequest) -> Metadata:
     return ((REQUEST_KEY, json.dumps(extra).encode()),) if extra else ()
 
 
-def info_from_proto(message: Any, token_ids: dict[str, int | None], *, takes_pixels: bool = False) -> ModelInfo:
-    """token_ids: the model's "image" and "video" token. This and takes_pixels the message does not say."""
+def info_from_proto(
+    message: Any,
+    token_ids: dict[str, int | None],
+    *,
+    takes_pixels: bool = False,
+    constrains_first_token: bool = False,
+) -> ModelInfo:
+    """token_ids: the model's "image" and "video" token. What is not in `message` is given beside it."""
     return ModelInfo(
         model_type=message.model_type,
         vocab_size=message.vocab_size,
@@ -178,6 +184,7 @@ def info_from_proto(message: Any, token_ids: dict[str, int | None], *, takes_pix
         video_token_id=token_ids.get("video"),
         supports_vision=message.supports_vision,
         takes_pixels=takes_pixels,
+        constrains_first_token=constrains_first_token,
     )
 
 

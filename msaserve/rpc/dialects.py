@@ -18,6 +18,9 @@ from msaserve.rpc.media import items_to_proto
 from msaserve.rpc.protocol import SERVICE
 from msaserve.types import GenerateRequest
 
+_FIRST_TOKEN = "first_token"
+"""Of `constrained_decoding_start`: no reasoning parser of the worker's holds a constraint back."""
+
 
 class ServerFacts(NamedTuple):
     """What a worker says of itself besides its model."""
@@ -28,6 +31,8 @@ class ServerFacts(NamedTuple):
     encoder_dtype: str
     """Of normalised patches: "bfloat16" or "float32"."""
     shm_namespace: str
+    constrains_first_token: bool
+    """See ModelInfo."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ def _vllm_facts(model: Any, server: Any) -> ServerFacts:
         block_size=server.block_size,
         encoder_dtype=_encoder_dtype(server.multimodal_encoder_dtype),
         shm_namespace=server.shm_namespace_id,
+        constrains_first_token=server.constrained_decoding_start == _FIRST_TOKEN,
     )
 
 
@@ -71,6 +77,7 @@ def _tokenspeed_facts(model: Any, server: Any) -> ServerFacts:
         block_size=int(block_size) if isinstance(block_size, float) else 0,
         encoder_dtype=_encoder_dtype(model.multimodal_encoder_dtype),
         shm_namespace=str(scheduler.get("shm_namespace_id", "")),
+        constrains_first_token=arguments.get("constrained_decoding_start") == _FIRST_TOKEN,
     )
 
 

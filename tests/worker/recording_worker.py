@@ -29,10 +29,13 @@ EOS = 2
 class _Recording:
     pb: Any
 
-    def __init__(self, files: Path, *, encoder_dtype: str, takes_pixels: bool) -> None:
+    def __init__(
+        self, files: Path, *, encoder_dtype: str, takes_pixels: bool, constrained_decoding_start: str = ""
+    ) -> None:
         self.files = files
         self.encoder_dtype = encoder_dtype
         self.takes_pixels = takes_pixels
+        self.constrained_decoding_start = constrained_decoding_start
         self.requests: list[Any] = []
         self.aborted: list[str] = []
 
@@ -98,6 +101,7 @@ class RecordingVllm(_Recording, vllm_services.VllmEngineServicer):  # type: igno
             multimodal_encoder_dtype=self.encoder_dtype,
             mm_item_limits="image=200,video=20",
             max_num_seqs=64,
+            constrained_decoding_start=self.constrained_decoding_start,
         )
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -111,6 +115,7 @@ class RecordingTokenSpeed(_Recording, ts_services.TokenSpeedSchedulerServicer): 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         answer = ts.GetServerInfoResponse()
         answer.server_args["page_size"] = 64
+        answer.server_args["constrained_decoding_start"] = self.constrained_decoding_start
         answer.scheduler_info["shm_namespace_id"] = shm.namespace_id() if self.takes_pixels else ""
         return answer
 

@@ -64,6 +64,16 @@ async def test_the_protocol_is_found_out(kind: type) -> None:
         await client.close()
 
 
+@pytest.mark.parametrize("kind", [RecordingTokenSpeed, RecordingVllm])
+@pytest.mark.parametrize("start", ["", "after_reasoning", "first_token"])
+async def test_where_constraints_start(kind: type, start: str) -> None:
+    worker = kind(TINY, encoder_dtype="", takes_pixels=False, constrained_decoding_start=start)
+    async with recording_worker(worker) as port:
+        client = GrpcClient(f"grpc://127.0.0.1:{port}")
+        assert (await client.model_info()).constrains_first_token is (start == "first_token")
+        await client.close()
+
+
 async def test_large_tensors_go_through_shared_memory() -> None:
     worker = RecordingTokenSpeed(TINY, encoder_dtype="bfloat16", takes_pixels=True)
     async with recording_worker(worker) as port:
