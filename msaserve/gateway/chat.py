@@ -180,8 +180,8 @@ def without_thinking(kwargs: Mapping[str, Any], *, form: str = "") -> dict[str, 
         return {**kwargs, "thinking_mode": "disabled"}
     if form:
         raise InvalidRequestError(
-            f"with thinking enabled this worker takes no {form}: it holds from the first token on and leaves no room for "
-            "thinking; do not enable it",
+            f"with thinking enabled this worker takes no {form}: it holds from the first token on, so that nothing can "
+            "be thought before",
             param=form,
         )
     raise InvalidRequestError(

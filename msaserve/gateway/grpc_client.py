@@ -37,6 +37,8 @@ _CALL_SECONDS = 10.0
 _FILES_SECONDS = 120.0
 _HEALTH_SECONDS = 3.0
 _MAX_FILES_BYTES = 2**30
+_NOT_SERVING = b"\x08\x02"
+"""A HealthCheckResponse of grpc.health.v1."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _THREAD_TOKENS = 8_192
 """Prompts above this are put into messages in a thread."""
@@ -69,6 +71,8 @@ class _Spoken:
         self.generate: Any = channel.unary_stream(f"/{dialect.service}/Generate", response_deserializer=read)
         # Of one response, which is the same on the wire: a third less time than a stream that brings one.
         self.generate_whole: Any = channel.unary_unary(f"/{dialect.service}/Generate", response_deserializer=read)
+        # grpc.health.v1, whose messages here are bytes: its package is not among what a gateway needs.
+        self.health: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
 
 
 class GrpcClient:
@@ -292,10 +296,12 @@ class GrpcClient:
         try:
             spoken = await self._dialect()
             asked = spoken.dialect.messages.HealthCheckRequest()
-            answer = await _answer(spoken.stub.HealthCheck(asked, timeout=_HEALTH_SECONDS))
+            answer, is_serving = await asyncio.gather(
+                _answer(spoken.stub.HealthCheck(asked, timeout=_HEALTH_SECONDS)), _is_serving(spoken.health)
+            )
         except MsaserveError:
             return False
-        return bool(answer.healthy)
+        return bool(answer.healthy) and is_serving
 
     async def drain(self) -> None:
         """Send no new request and return when every one in flight has ended. The worker serves others meanwhile."""
@@ -393,6 +399,15 @@ class GrpcClient:
 def _remove(names: Sequence[str]) -> None:
     for name in names:
         shm.remove(name)
+
+
+async def _is_serving(health: Any) -> bool:
+    """False: it wants no requests yet. vLLM's server says so while it warms up, and calls its engine healthy."""
+    try:
+        status: bytes = await health(b"", timeout=_HEALTH_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        return error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)  # it does not say
+    return status != _NOT_SERVING
 
 
 async def _answer(call: Awaitable[Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from golden_data import golden
+from grpc_health.v1 import health_pb2_grpc
 from smg_grpc_proto import tokenspeed_scheduler_pb2 as ts
 from smg_grpc_proto import tokenspeed_scheduler_pb2_grpc as ts_services
 from smg_grpc_proto import vllm_engine_pb2 as vllm
@@ -125,9 +126,11 @@ class RecordingTokenSpeed(_Recording, ts_services.TokenSpeedSchedulerServicer): 
 
 
 @asynccontextmanager
-async def recording_worker(servicer: Any, *, port: int = 0) -> AsyncIterator[int]:
-    """The port of a server of one of the above."""
+async def recording_worker(servicer: Any, *, port: int = 0, health: Any = None) -> AsyncIterator[int]:
+    """The port of a server of one of the above. health: a servicer of grpc.health.v1 beside it."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
+    if health is not None:
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if servicer.pb is ts:
         ts_services.add_TokenSpeedSchedulerServicer_to_server(servicer, server)
     else:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health, health_pb2
 from recording_worker import ANSWER, EOS, TINY, RecordingTokenSpeed, RecordingVllm, recording_worker
 from waits import free_port
 
@@ -71,6 +72,22 @@ async def test_where_constraints_start(kind: type, start: str) -> None:
     async with recording_worker(worker) as port:
         client = GrpcClient(f"grpc://127.0.0.1:{port}")
         assert (await client.model_info()).constrains_first_token is (start == "first_token")
+        await client.close()
+
+
+@pytest.mark.parametrize("kind", [RecordingTokenSpeed, RecordingVllm])
+async def test_not_ready_while_it_wants_no_requests(kind: type) -> None:
+    """As vLLM's server says while it warms up, of which its engine's own health knows nothing."""
+    said, states = health.aio.HealthServicer(), health_pb2.HealthCheckResponse
+    worker = kind(TINY, encoder_dtype="", takes_pixels=False)
+    async with recording_worker(worker, health=said) as port:
+        client = GrpcClient(f"grpc://127.0.0.1:{port}")
+        for state, is_ready in ((states.NOT_SERVING, False), (states.SERVING, True), (states.NOT_SERVING, False)):
+            await said.set("", state)
+            assert await client.is_ready() is is_ready
+            (worker_state,) = await client.workers()
+            assert worker_state.is_ready is is_ready
+        assert (await client.model_info()).vocab_size == 512
         await client.close()
 
 
