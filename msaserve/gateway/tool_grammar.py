@@ -26,12 +26,14 @@ from msaserve.gateway.tool_schema import (
     type_of,
 )
 from msaserve.gateway.tools import ToolUse
-from msaserve.lark import Literals, json_value, quoted, regex_terminal
+from msaserve.lark import JSON_WHITESPACE, Literals, json_value, quoted, regex_terminal
 from msaserve.tokenizer import Tokenizer
 from msaserve.types import MAX_CONSTRAINT_CHARS, MAX_PATTERN_CHARS
 
 # The marker as plain text would be read as one.
 _NO_MARKER = r"~/(.|\n)*\]<\]minimax\[>\[(.|\n)*/"
+_SPACE = f"/{JSON_WHITESPACE}/?"
+"""Between calls: bounded, or a model could write nothing else for ever."""
 _TEXT = rf"/(.|\n)*/ & {_NO_MARKER}"
 _INTEGER = "/-?(0|[1-9][0-9]*)/"
 _NUMBER = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?/"
@@ -118,7 +120,7 @@ class ToolGrammar:
         if NS not in self._literal.ids:
             return None
         return self._grammar(
-            f"answer | {self._literal(f'{NS}<tool_call>')} /\\s*/ {self._literal(NS)} {self._calls()}",
+            f"answer | {self._literal(f'{NS}<tool_call>')} {_SPACE} {self._literal(NS)} {self._calls()}",
             f"answer: {json_value(schema)}",
         )
 
@@ -135,11 +137,11 @@ class ToolGrammar:
             f"{self._literal(f'<invoke name={quoted(name)}>')} {self._body(name)}" for name in self._tools.schemas
         ]
         call = self._rules.named("call", " | ".join(invokes))
-        more = f"(/\\s*/ {self._literal(NS)} {call})*" if self._tools.is_parallel else ""
+        more = f"({_SPACE} {self._literal(NS)} {call})*" if self._tools.is_parallel else ""
         return f"{call} {more} {self._end()}"
 
     def _end(self) -> str:
-        return f"/\\s*/ {self._literal(f'{NS}</tool_call>')}"
+        return f"{_SPACE} {self._literal(f'{NS}</tool_call>')}"
 
     def _body(self, name: str) -> str:
         """The arguments and the end of one call."""

@@ -193,6 +193,22 @@ class TestCalls:
         assert follows(grammars, text, f"{one}\n]<]minimax[>[</tool_call>", is_end=True)
         assert follows(grammars, text, f"{one}\n]<]minimax[>[{one}\n]<]minimax[>[</tool_call>", is_end=True)
 
+    @pytest.mark.parametrize("choice", ["required", "auto"])
+    def test_a_call_ends_whoever_loves_spaces(self, grammars: Grammars, tokenizer: Tokenizer, choice: str) -> None:
+        """A model may prefer whitespace wherever it is allowed: it must not be for ever."""
+        form = {"response_format": schema_format()} if choice == "auto" else {}
+        asked = ChatRequest(messages=USER, tools=[PING], **form)
+        constraint = chat_constraint(asked, tool_use(asked.tools, None if form else choice, None), tokenizer)
+        assert constraint is not None
+        ns = "]<]minimax[>["
+        call = f'<invoke name="ping">{ns}</invoke>'
+        begin = f"{ns}<tool_call>" if form else call
+        rest = f"{ns}{call}\n{ns}</tool_call>" if form else f"{ns}</tool_call>"
+        for spaces in (" " * 40, "\n \r\t" * 10):
+            assert follows(grammars, constraint.text, f"{begin}{spaces}{rest}", is_end=True)
+        for spaces in (" " * 41, "\n" * 41):
+            assert not follows(grammars, constraint.text, begin + spaces)
+
     def test_an_answer_may_be_a_call_instead(self, grammars: Grammars, tokenizer: Tokenizer) -> None:
         asked = ChatRequest(messages=USER, response_format=schema_format(), tools=[PING])
         constraint = chat_constraint(asked, tool_use(asked.tools, None, None), tokenizer)
