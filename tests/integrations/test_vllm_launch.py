@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from waits import SECONDS
 
 from msaserve.errors import EngineError, InvalidRequestError
@@ -114,6 +116,24 @@ async def test_death_while_it_serves() -> None:
         death = process.death()
         os.kill(process.pid, signal.SIGKILL)
         assert await asyncio.wait_for(death, SECONDS) == "vLLM ended: signal 9"
+
+
+async def test_death_of_its_engine_which_the_server_outlives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_HEALTH_SECONDS", 0.05)
+    said, states = health.aio.HealthServicer(), health_pb2.HealthCheckResponse
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(said, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with launch.VllmProcess([sys.executable, "-c", "import time; time.sleep(600)"], port) as vllm:
+        death = vllm.death()
+        for state in (states.NOT_SERVING, states.SERVING):  # it warms up, and serves
+            await said.set("", state)
+            await asyncio.sleep(0.5)
+            assert not death.done()
+        await said.set("", states.NOT_SERVING)
+        assert "engine has ended" in await asyncio.wait_for(death, SECONDS)
+    await server.stop(None)
 
 
 def test_processes_of_its_own_end_with_it() -> None:

@@ -28,6 +28,9 @@ _OURS = ("--grpc", "--host", "--port", "--uds", "--grpc-port", "--headless")
 _END_SECONDS = 30.0
 """For a server that was asked to end, with all its processes; then they are killed."""
 _POLL_SECONDS = 0.2
+_HEALTH_SECONDS = 5.0
+_SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
+"""HealthCheckResponses of grpc.health.v1."""
 
 
 def options_of(text: str) -> list[str]:
@@ -111,7 +114,7 @@ class VllmProcess:
             time.sleep(_POLL_SECONDS)
 
     def death(self) -> asyncio.Future[str]:
-        """Settled with words for how it ended, when it ends. Called inside a running event loop."""
+        """Settled with words for how it ended, when it or its engine ends. Called inside a running event loop."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[str] = loop.create_future()
 
@@ -124,8 +127,28 @@ class VllmProcess:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(settle, how)
 
+        async def watch() -> None:
+            await self._engine_end()
+            settle("vLLM's engine has ended: its server says that it serves no more")
+
         threading.Thread(target=wait, name="msaserve-vllm-wait", daemon=True).start()
+        watching = loop.create_task(watch())
+        future.add_done_callback(lambda _: watching.cancel())
         return future
+
+    async def _engine_end(self) -> None:
+        """Returns when a server that has served says that it does not, twice: it outlives its engine's death."""
+        import grpc
+
+        async with grpc.aio.insecure_channel(f"{_HOST}:{self._port}") as channel:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            has_served, refusals = False, 0
+            while refusals < 2:
+                await asyncio.sleep(_HEALTH_SECONDS)
+                with suppress(grpc.aio.AioRpcError):  # it is busy, gone, or has no such service
+                    status = await check(b"", timeout=_HEALTH_SECONDS)
+                    has_served |= status == _SERVING
+                    refusals = refusals + 1 if has_served and status == _NOT_SERVING else 0
 
     def close(self) -> None:
         """End it, and whatever processes of its group are left after it."""
