@@ -17,7 +17,6 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -272,12 +271,6 @@ class Step(NamedTuple):
     def ours(self, **options: Any) -> torch.Tensor:
         args = (self.q, *self.caches, self.index_q, self.index_k, *self.where)
         return ops.select_attend(*args, **self.selection, **options)[0]
-
-    def ours_with(self, **tuning: Any) -> torch.Tensor:
-        kernel = import_module("msaserve.ops.select_attend.gluon_decode")
-        args = (self.q, *self.caches, self.index_q, self.index_k, *self.where)
-        out: torch.Tensor = kernel.select_attend(*args, **self.selection, local_blocks=1, scale=DIM**-0.5, **tuning)[0]
-        return out
 
     def in_two(self) -> torch.Tensor:
         block_ids = ops.select_blocks(self.index_q, self.index_k, *self.where, **self.selection, impl="triton_decode")

@@ -1,9 +1,9 @@
-"""Time decode of requests that share pages, in both orders of the scan's programs: `requests_first` and without.
+"""Time decode of requests that share pages.
 
     python benchmarks/ops/shared_prefix.py [--peers DIR]
 
 DIR holds vLLM's kernels, as decode.py takes them; steps "in a row" and "single" as there. Below the shared prefixes are
-requests of pages of their own, of one length and of very different ones: what the other order must not make slower.
+requests of pages of their own, of one length and of very different ones: no gain of the first may make these slower.
 """
 
 from __future__ import annotations
@@ -42,18 +42,13 @@ def inputs(requests: int, context: int, kind: str) -> tuple[list[Step], float]:
 
 
 def measure(requests: int, context: int, kind: str, peers: bool, other: torch.Tensor) -> str:
-    """One row: vLLM, ours, and ours with `requests_first`, whose bits are the same."""
+    """One row: vLLM with `peers`, and ours."""
     steps, index_bytes = inputs(requests, context, kind)
-    assert torch.equal(steps[0].ours_with(requests_first=True), steps[0].ours_with())
-    ways = [*([Step.vllm] if peers else []), Step.ours_with, partial(Step.ours_with, requests_first=True)]
-    times = []
-    for way in ways:
+    cells = [f"{requests}, {context // 1024}K, {kind}", f"{index_bytes / BANDWIDTH * 1e6:.1f}"]
+    for way in [Step.vllm, Step.ours] if peers else [Step.ours]:
         calls = [partial(way, step) for step in steps]
-        times.append((in_a_row_us(calls), single_us(calls[0], other)))
-    cells = [f"{row:.1f} / {single:.1f}" for row, single in times]
-    ratios = [f"{new / old:.2f}" for old, new in zip(*times[-2:], strict=True)]
-    name = f"{requests}, {context // 1024}K, {kind}"
-    return f"| {name} | {index_bytes / BANDWIDTH * 1e6:.1f} | {' | '.join(cells)} | {' / '.join(ratios)} |"
+        cells.append(f"{in_a_row_us(calls):.1f} / {single_us(calls[0], other):.1f}")
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -65,13 +60,8 @@ def main() -> None:
     import triton
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; µs a step")
-    names = [*(["vLLM"] if options.peers else []), "ours", "requests first"]
-    columns = [
-        "requests, context, pages",
-        "index keys once",
-        *(f"{name}, in a row / single" for name in names),
-        "ratio",
-    ]
+    names = ["vLLM", "ours"] if options.peers else ["ours"]
+    columns = ["requests, context, pages", "index keys once", *(f"{name}, in a row / single" for name in names)]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     other = torch.randn(1 << 27, device="cuda")
     for kind, shapes in (("shared", SHARED), ("own", OWN), ("ragged", RAGGED)):

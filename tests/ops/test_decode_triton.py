@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ if not torch.cuda.is_available():
 
 from msaserve import ops
 from msaserve.ops.dense_attend import decode_triton as dense
+from msaserve.ops.select_attend import gluon_decode
 from msaserve.ops.select_blocks import decode_triton as select
 from msaserve.ops.sparse_attend import decode_triton as attend
 
@@ -120,19 +123,50 @@ def test_selection_through_combs(direct: int, local_blocks: int) -> None:
 
 @pytest.mark.parametrize("direct", [4, 512])
 @pytest.mark.parametrize("name", BATCHES)
-def test_order_of_programs(name: str, direct: int) -> None:
-    """Requests first or their blocks: the same scores and choice, of requests that share pages too, on any grid."""
+@pytest.mark.parametrize("shared", [0, 1])
+def test_selection_of_any_grid(name: str, direct: int, shared: int) -> None:
+    """Ragged requests, and requests whose first pages are the same: one program for all blocks to one for each."""
     case = batch(BATCHES[name])
     table = case.where[0]
-    table[1:, :1] = table[0, :1]
-    args, lens = (case.index_q, case.index_k_cache, *case.where), case.lens
+    table[1:, :shared] = table[0, :shared]
+    want = case.select(4, "reference").sort(-1).values
     for programs in (1, 7, 4096):
-        tuning = {"direct": direct, "programs": programs}
-        chosen = [
-            select.select_blocks(*args, topk=4, **lens, **tuning, requests_first=order) for order in (False, True)
-        ]
-        assert torch.equal(*chosen)
-        assert torch.equal(chosen[0].sort(-1).values, case.select(4, "reference").sort(-1).values)
+        got = select.select_blocks(
+            case.index_q, case.index_k_cache, *case.where, topk=4, **case.lens, direct=direct, programs=programs
+        )
+        assert torch.equal(got.sort(-1).values, want)
+
+
+@pytest.mark.parametrize(("requests", "context"), [(1, 65536), (8, 65536), (32, 524288), (300, 1048576)])
+def test_programs_of_all_requests_follow_each_other(
+    requests: int, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one run of blocks, since requests may share pages; a grid has 65,535 places in its second dimension."""
+    grids = {}
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids[self.name] = grid
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(select, "score_kernel", Kernel("triton"))
+    monkeypatch.setattr(gluon_decode, "_scan_kernel", Kernel("gluon"))
+    monkeypatch.setattr(gluon_decode, "_attend_kernel", Kernel("attention"))
+    monkeypatch.setattr(gluon_decode, "_merge_kernel", Kernel("merge"))
+    empty = partial(torch.empty, dtype=torch.float16, device="meta")
+    lens = empty(requests, dtype=torch.int32)
+    where = (empty(requests, context // 128, dtype=torch.int32), lens, lens)
+    index = (empty(requests, 4, 128), empty(9, 128, 128))
+    options = {"topk": 16, "max_query_len": 1, "max_seq_len": context}
+    select.scan(*index, *where, **options)
+    caches = [empty(9, 128, 4, 128) for _ in range(2)]
+    gluon_decode.select_attend(empty(requests, 64, 128), *caches, *index, *where, **options, local_blocks=1, scale=0.1)
+    for name in ("triton", "gluon"):
+        assert grids[name][0] == requests
+        assert 1 <= grids[name][1] <= min(65535, context // 128)
 
 
 def test_selection_of_equal_scores_takes_the_lowest_blocks() -> None:

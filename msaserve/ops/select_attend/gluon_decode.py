@@ -57,11 +57,11 @@ def _scan_kernel(
     index_q, index_k, block_table, seq_lens, cu_query_lens, scores, comb_scores, comb_blocks,
     max_blocks, stride_qt, stride_qh, stride_b, stride_sh, stride_st,
     H: gl.constexpr, QP: gl.constexpr, R: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, RP: gl.constexpr, TURNS: gl.constexpr, REQUESTS_FIRST: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, RP: gl.constexpr, TURNS: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with RP > 0 the best of TURNS
-    combs, each of every TURNS-th of them. With REQUESTS_FIRST the two program ids change places.
+    """Scores of the blocks program_id(1), + gridDim.y, … of request program_id(0), and with RP > 0 the best of TURNS
+    combs, each of every TURNS-th of them.
 
     Row r of the R (≥ H · QP) stands for index head r // QP and query token r % QP of the request.
     """
@@ -81,9 +81,10 @@ def _scan_kernel(
     for fill in gl.static_range(STAGES):
         mbarrier.init(full.index(fill), count=1)
 
-    first = gl.program_id(1 if REQUESTS_FIRST else 0)
-    step = gl.num_programs(1 if REQUESTS_FIRST else 0)
-    request = gl.program_id(0 if REQUESTS_FIRST else 1)
+    # The same blocks of all requests at a time: where pages are shared, their keys are in the L2 cache for the next.
+    request = gl.program_id(0)
+    first = gl.program_id(1)
+    step = gl.num_programs(1)
     # The batch's description is older than the launch before; the first pages are asked for with the lengths.
     table = block_table + request.to(gl.int64) * stride_b
     pages = ()
@@ -502,12 +503,8 @@ def select_attend(
     splits: int | None = None,
     stages: int | None = None,
     warps: int | None = None,
-    requests_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How the work is split depends on shapes only, and was found by timing (docs/kernels.md).
-
-    requests_first: programs of the same blocks of all requests follow each other, for requests that share pages.
-    """
+    """How the work is split depends on shapes only, and was found by timing (docs/kernels.md)."""
     num_rows, num_heads, dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     num_requests = seq_lens.shape[0]
@@ -530,8 +527,7 @@ def select_attend(
     index_dim = index_q.shape[2]
     if scan_stages is None:
         scan_stages = min(3 if run else 2, per_program)
-    grid = (combs // turns, num_requests)
-    _scan_kernel[grid[::-1] if requests_first else grid](
+    _scan_kernel[(num_requests, combs // turns)](
         index_q,
         descriptor(index_k_cache, (1, block_size, index_dim)),
         block_table,
@@ -554,7 +550,6 @@ def select_attend(
         STAGES=scan_stages,
         RP=run,
         TURNS=turns,
-        REQUESTS_FIRST=requests_first,
         num_warps=4,
         **pdl,
     )

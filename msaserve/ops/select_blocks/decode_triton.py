@@ -90,17 +90,16 @@ def score_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     COMBS: tl.constexpr,
-    REQUESTS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores of the blocks program_id(0), + gridDim.x, … of request program_id(1), and with COMBS their best. With
-    REQUESTS_FIRST the two program ids change places.
+    """Scores of the blocks program_id(1), + gridDim.y, … of request program_id(0), and with COMBS their best.
 
     Row r of the R (≥ H · QP) stands for index head r // QP and query token r % QP of the request.
     """
-    first = tl.program_id(1 if REQUESTS_FIRST else 0)
-    step = tl.num_programs(1 if REQUESTS_FIRST else 0)
-    request = tl.program_id(0 if REQUESTS_FIRST else 1)
+    # The same blocks of all requests at a time: where pages are shared, their keys are in the L2 cache for the next.
+    request = tl.program_id(0)
+    first = tl.program_id(1)
+    step = tl.num_programs(1)
     # The batch's description is older than the launch before; the first page is asked for with the lengths.
     table = block_table + request * stride_b
     page = tl.load(table + first)
@@ -251,12 +250,8 @@ def scan(
     programs: int = SCORE_PROGRAMS,
     direct: int = DIRECT_BLOCKS,
     stages: int | None = None,
-    requests_first: bool = False,
 ) -> Scan:
-    """One launch over every block of every request. The split depends on shapes only.
-
-    requests_first: programs of the same blocks of all requests follow each other, for requests that share pages.
-    """
+    """One launch over every block of every request. The split depends on shapes only."""
     num_rows, num_heads, dim = index_q.shape
     num_requests = seq_lens.shape[0]
     block_size = index_k_cache.shape[1]
@@ -280,8 +275,7 @@ def scan(
     if stages == 1 and index_q.is_cuda:
         # Four programs on a multiprocessor.
         options["maxnreg"] = 128
-    grid = (combs, num_requests)
-    score_kernel[grid[::-1] if requests_first else grid](
+    score_kernel[(num_requests, combs)](
         index_q,
         index_k_cache,
         block_table,
@@ -304,7 +298,6 @@ def scan(
         BLOCK=block_size,
         STAGES=stages,
         COMBS=run > 0,
-        REQUESTS_FIRST=requests_first,
         num_warps=4,
         **options,
     )
