@@ -9,6 +9,7 @@ last dimension. Every operator takes `impl`: None is the best that works here, a
 `msaserve.ops.msa` shows the pipeline on one page.
 """
 
+from msaserve.ops.batch_from_slots import batch_from_slots
 from msaserve.ops.combine import combine
 from msaserve.ops.dense_attend import dense_attend
 from msaserve.ops.index_score import index_score
@@ -25,6 +26,7 @@ from msaserve.ops.topk_blocks import topk_blocks
 __all__ = [
     "BlockQueries",
     "Queries",
+    "batch_from_slots",
     "combine",
     "dense_attend",
     "index_score",

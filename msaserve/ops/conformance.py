@@ -22,7 +22,7 @@ import torch
 from msaserve import ops
 from msaserve.ops.dispatch import Impl
 from msaserve.ops.ragged import query_rows, raw
-from msaserve.ops.testing import Case, CaseSpec, Selection, build, relative_error, select
+from msaserve.ops.testing import Case, CaseSpec, Selection, build, projection, relative_error, select, token_slots
 
 Scales = Literal["tensor", "head"]
 
@@ -33,6 +33,7 @@ OPERATORS = (
     "dense_attend",
     "remap",
     "page_table",
+    "batch_from_slots",
     "combine",
     "store_kv",
     "norm_rope_store",
@@ -166,13 +167,15 @@ class Conformance:
             return (select(case), case.cu_query_lens), {"max_blocks": case.block_table.shape[1]}
         if operator == "page_table":
             return (select(case), *case.batch), {"block_size": spec.block_size, "num_kv_heads": spec.num_kv_heads}
+        if operator == "batch_from_slots":
+            return (*token_slots(case), case.seq_lens), self._columns
         if operator == "combine":
             return self._parts(), {}
         case = self._build_empty()
         if operator == "store_kv":
             index = {"index_k": case.index_k, "index_k_cache": case.index_k_cache}
             return (case.k, case.v, case.k_cache, case.v_cache, case.slots), {**index, **self.scales}
-        args, options = self._projection(case)
+        args, options = projection(case, is_narrow=self.trial.scales == "head")
         return args, {**options, **self.scales}
 
     def _call(self, operator: str, impl: str, *args: Any, **options: Any) -> Any:
@@ -374,6 +377,23 @@ class Conformance:
         self._check_replay(lambda new: self._call("page_table", impl, ids, *replace(case, **new).batch, **options)[0])
         return 0.0
 
+    @property
+    def _columns(self) -> dict[str, int]:
+        return {"block_size": self.trial.spec.block_size, "max_blocks": self.case.block_table.shape[1]}
+
+    def _check_batch_from_slots(self, impl: str) -> float:
+        slots, row_ids = token_slots(self.case)
+        for dtype in (torch.int32, torch.int64):
+            args = (slots.to(dtype), row_ids.to(dtype), self.case.seq_lens.to(dtype))
+            found = self._call("batch_from_slots", impl, *args, **self._columns)
+            starts = torch.arange(len(row_ids) + 1, device=row_ids.device)
+            for got, want in zip(found, (self.case.block_table, self.case.seq_lens, starts), strict=True):
+                self._expect(got.dtype == torch.int32 and torch.equal(got, want.int()), f"{dtype}: another batch")
+        self._check_replay(
+            lambda new: self._call("batch_from_slots", impl, slots, row_ids, new["seq_lens"], **self._columns)[0]
+        )
+        return 0.0
+
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Partial outputs and their log-sum-exps; a third of the parts are empty and hold NaN."""
         spec, case = self.trial.spec, self.case
@@ -410,7 +430,7 @@ class Conformance:
         results = []
         for name in (impl, "reference"):
             case = self._build_empty()
-            args, options = self._projection(case)
+            args, options = projection(case, is_narrow=self.trial.scales == "head")
             queries = self._call("norm_rope_store", name, *args, **options, **self.scales)
             results.append([case.k_cache, case.v_cache, case.index_k_cache, *queries])
         # Sums are taken in another order, which may round a value to its neighbour.
@@ -438,30 +458,6 @@ class Conformance:
         if self.trial.spec.pool_pages:
             raise RefusedError("nothing is stored in pages that blocks share")
         return self._build(is_stored=False)
-
-    def _projection(self, case: Case) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-        """norm_rope_store's arguments for a case's rows."""
-        spec, num_rows, device = case.spec, case.q.shape[0], case.q.device
-        generator = torch.Generator(device).manual_seed(7)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device=device).to(self.trial.dtype)
-
-        columns = (spec.group + 2) * spec.num_kv_heads * spec.head_dim + (spec.num_kv_heads + 1) * spec.index_dim
-        pairs = min(spec.head_dim, spec.index_dim) // 4
-        angles = torch.rand((num_rows, pairs), generator=generator, device=device) * 6
-        weights = {name: normal(spec.head_dim) for name in ("q_weight", "k_weight")}
-        weights |= {name: normal(spec.index_dim) for name in ("index_q_weight", "index_k_weight")}
-        options: dict[str, Any] = {
-            "eps": 1e-6,
-            "num_index_heads": spec.num_kv_heads,
-            "index_k_cache": case.index_k_cache,
-            **weights,
-        }
-        if self.trial.scales == "head":
-            options["index_q_dtype"] = torch.float8_e4m3fn
-        args = (normal(num_rows, columns), case.k_cache, case.v_cache, case.slots, angles.cos(), angles.sin())
-        return args, options
 
     # Invariances
 

@@ -425,6 +425,47 @@ def select(case: Case, kind: Selection = "random") -> torch.Tensor:
     return block_ids.masked_fill(own < 0, -1).int().to(case.q.device)
 
 
+def projection(case: Case, *, is_narrow: bool = False) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """norm_rope_store's arguments for a case's rows; index queries of 8 bits if is_narrow."""
+    spec, num_rows, device = case.spec, case.q.shape[0], case.q.device
+    generator = torch.Generator(device).manual_seed(7)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(case.q.dtype)
+
+    columns = (spec.group + 2) * spec.num_kv_heads * spec.head_dim + (spec.num_kv_heads + 1) * spec.index_dim
+    pairs = min(spec.head_dim, spec.index_dim) // 4
+    angles = torch.rand((num_rows, pairs), generator=generator, device=device) * 6
+    weights = {name: normal(spec.head_dim) for name in ("q_weight", "k_weight")}
+    weights |= {name: normal(spec.index_dim) for name in ("index_q_weight", "index_k_weight")}
+    options: dict[str, Any] = {
+        "eps": 1e-6,
+        "num_index_heads": spec.num_kv_heads,
+        "index_k_cache": case.index_k_cache,
+        **weights,
+    }
+    if is_narrow:
+        options["index_q_dtype"] = torch.float8_e4m3fn
+    args = (normal(num_rows, columns), case.k_cache, case.v_cache, case.slots, angles.cos(), angles.sin())
+    return args, options
+
+
+def token_slots(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slots [R, max_tokens], row_ids [B]), both int64: a table of more requests than the case's, in another order.
+
+    The slots of what is no token of the case are −7, and so are the rows of requests without one.
+    """
+    seq_lens, block_size = case.seq_lens.long().cpu(), case.spec.block_size
+    num_requests, max_blocks = case.block_table.shape
+    tokens = torch.arange(max_blocks * block_size)
+    held = case.block_table.cpu().long()[:, tokens // block_size] * block_size + tokens % block_size
+    row_ids = torch.randperm(num_requests + 3, generator=torch.Generator().manual_seed(3))[:num_requests]
+    slots = torch.full((num_requests + 3, len(tokens)), -7, dtype=torch.int64)
+    slots[row_ids] = torch.where(tokens < seq_lens[:, None], held, -7)
+    row_ids = torch.where(seq_lens > 0, row_ids, -7)
+    return slots.to(case.q.device), row_ids.to(case.q.device)
+
+
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     """‖out − reference‖ / ‖reference‖ in float64; ‖out‖ where the reference is all zeros, NaN if either has one."""
     expected = reference.double()
