@@ -16,7 +16,7 @@ COLUMNS = 256
 """Blocks of a program: 32 requests of 524,288 tokens are 512 programs, most of which write zeros."""
 
 
-@triton.jit(do_not_specialize=["num_requests", "max_blocks"])
+@triton.jit(do_not_specialize=["max_blocks"])
 def batch_kernel(
     token_slots,
     row_ids,
@@ -24,7 +24,6 @@ def batch_kernel(
     block_table,
     out_lens,
     cu_query_lens,
-    num_requests,
     max_blocks,
     stride_r,
     BLOCK: tl.constexpr,
@@ -45,9 +44,9 @@ def batch_kernel(
     tl.store(to, (slot // BLOCK).to(tl.int32), mask=is_column)
     if tl.program_id(1) == 0:
         tl.store(out_lens + request, seq_len.to(tl.int32))
+        # Each writes what its neighbour does too: no program is a last one.
         tl.store(cu_query_lens + request, request)
-        if request == num_requests - 1:
-            tl.store(cu_query_lens + num_requests, num_requests)
+        tl.store(cu_query_lens + request + 1, request + 1)
 
 
 def why_not(
@@ -85,7 +84,6 @@ def batch_from_slots(
         block_table,
         out_lens,
         cu_query_lens,
-        num_requests,
         max_blocks,
         token_slots.stride(0),
         BLOCK=block_size,
