@@ -11,8 +11,9 @@ release's kernels compile with: 3.6 for 0.5.16 to 0.5.23.
 
 For each release and step: the relative error of the layer's output against float32 over the exact selection, SGLang's
 kernels and then ours, and on a card the time of both by turns, each after the L2 cache was filled with something else;
-of decodes also as a replayed CUDA graph, captured for the model's longest context as SGLang captures it. SGLang's
-kernels are tuned first, as a server tunes them. Its decodes select by a CUDA kernel that is built at run time through
+of decodes also as a replayed CUDA graph, captured for the model's longest context as SGLang captures it, and of such a
+one that only describes the batch to our kernels ("our preparation", the graph's own launch included). SGLang's kernels
+are tuned first, as a server tunes them. Its decodes select by a CUDA kernel that is built at run time through
 apache-tvm-ffi and nvcc, or without that package by its own Triton kernels.
 
 Every case runs in a process of its own. All are started at once, to compile side by side; they take times one by one.
@@ -204,6 +205,21 @@ class Step:
         attended = ops.sparse_attend(self.q[rows].float(), k.float(), v.float(), block_ids, *where, **options)
         return rows, attended.flatten(1)
 
+    def prepare(self) -> None:
+        """What ours do before they select, of a decode captured for the longest context."""
+        from msaserve import ops
+
+        where = (self.backend.req_to_token, self.batch.req_pool_indices, self.batch.seq_lens)
+        ops.batch_from_slots(*where, block_size=PAGE, max_blocks=MAX_CONTEXT // PAGE)
+
+    def capture_preparation(self) -> torch.cuda.CUDAGraph:
+        self.prepare()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.prepare()
+        return graph
+
     def capture(self, who: str) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         self.describe(in_capture=True)
         self.run(who)
@@ -270,6 +286,7 @@ def one_case(root: Path, name: str, is_timed: bool) -> dict[str, Any]:
             del tuner.configs[:-1]  # the interpreter is not worth tuning for; the last works for every shape
     rows, expected = step.checked()
     result: dict[str, Any] = {"topk": step.topk, "error": {}, "eager": {}, "replayed": {}, "failed": {}}
+    result["preparation"] = None
     working = []
     for who in ("ours", "stock"):
         try:
@@ -307,7 +324,10 @@ def one_case(root: Path, name: str, is_timed: bool) -> dict[str, Any]:
                 graphs[who] = graph
             except Exception as error:
                 result["failed"][who] = f"not captured: {failure(error)}"
+        if "ours" in graphs:
+            graphs["preparation"] = step.capture_preparation()
         result["replayed"] = by_turns({who: graph.replay for who, graph in graphs.items()})
+        result["preparation"] = result["replayed"].pop("preparation", None)
     result["fell_back"] = [record.getMessage() for record in said if record.levelno >= logging.WARNING]
     return result
 
@@ -367,7 +387,9 @@ def row(release: str, name: str, found: dict[str, Any]) -> str:
 
     took = "yes" if found["took"] and not found["fell_back"] else f"NO: {'; '.join(found['fell_back'])}"
     failed = "".join(f"; {who} {why}" for who, why in found["failed"].items())
-    cells = [release, name, both(found["error"], ".5f"), times(found["eager"]), times(found["replayed"]), took + failed]
+    prepared = "" if found["preparation"] is None else f"{found['preparation']:.1f}"
+    figures = [both(found["error"], ".5f"), times(found["eager"]), times(found["replayed"]), prepared]
+    cells = [release, name, *figures, took + failed]
     return f"| {' | '.join(cells)} |"
 
 
@@ -390,7 +412,10 @@ def main() -> None:
         if not (root / f"{SPARSE.replace('.', '/')}_backend.py").is_file():
             parser.error(f"{root} has no {SPARSE}_backend: unzip sglang's wheel there, 0.5.16 or later")
     print(f"{DEVICE}, torch {torch.__version__}; SGLang's own → ours; µs, and how many times as fast\n")
-    print("| SGLang | step | error | eager | replayed | ours took it |\n|---|---|---|---|---|---|", flush=True)
+    print(
+        "| SGLang | step | error | eager | replayed | our preparation | ours took it |\n|---|---|---|---|---|---|---|",
+        flush=True,
+    )
     jobs = [(root, name) for root in args.roots for name in CASES if args.only in name]
 
     def start(job: tuple[Path, str]) -> tuple[Process, dict[str, Any] | None]:

@@ -74,8 +74,9 @@ def test_a_process_that_hangs(step: Any, monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_rows(step: Any) -> None:
     times = {"stock": 3000.4, "ours": 1500.0}
     found = {"error": {"stock": 0.002, "ours": 0.001}, "eager": times, "replayed": {"ours": 9.0}, "failed": {}}
+    found["preparation"] = 3.21
     told = step.row("0.5.16", "a step", {**found, "took": True, "fell_back": []})
-    assert told == "| 0.5.16 | a step | 0.00200 → 0.00100 | 3,000 → 1,500 (2.00×) | – → 9 | yes |"
+    assert told == "| 0.5.16 | a step | 0.00200 → 0.00100 | 3,000 → 1,500 (2.00×) | – → 9 | 3.2 | yes |"
     failed = {"failed": {"stock": "not captured: why"}, "took": True, "fell_back": ["sink is given"]}
     assert step.row("0.5.16", "a step", {**found, **failed}).endswith("| NO: sink is given; stock not captured: why |")
 
@@ -97,5 +98,5 @@ def test_steps_of_a_release(release: Path | None, kind: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (told,) = (line for line in done.stdout.splitlines() if line.startswith(f"| {release.name} |"))
     cells = [cell.strip() for cell in told.strip("|").split("|")]
-    assert cells[5] == "yes"
+    assert cells[6] == "yes"
     assert all(float(error) < 1e-3 for error in cells[2].split(" → "))
