@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from msaserve import ops
+from msaserve.ops import tape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 128
@@ -142,3 +143,32 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
     ops.batch_from_slots(**given)
     with pytest.raises(ValueError, match=f"^batch_from_slots: .*{message}"):
         ops.batch_from_slots(**{**given, **changes})
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a card")
+def test_another_layer_is_launched_from_the_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """57 layers of a step call with the same shapes; the addresses are each call's own."""
+    from msaserve.ops.batch_from_slots import triton as module
+
+    names = module.batch_kernel.arg_names
+    replayed: list[tuple[Any, ...]] = []
+
+    class Kernel:
+        arg_names = names
+        pre_run_hooks: tuple[Any, ...] = ()
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **options: {(*grid, 1): lambda *given, stream: replayed.append(given)}
+
+    monkeypatch.setattr(module, "batch_kernel", Kernel())
+    monkeypatch.setattr(tape, "_place", lambda tensor: 0)
+    monkeypatch.setattr(tape, "_stream", lambda: 7)
+    for _ in range(3):
+        slots, row_ids = table_of(LENS, BLOCK, torch.int32)
+        lens = torch.tensor(LENS)
+        found = ops.batch_from_slots(slots, row_ids, lens, block_size=BLOCK, max_blocks=548, impl="triton")
+    assert len(replayed) == 2
+    given = dict(zip(names, replayed[-1], strict=True))
+    addresses = [x.data_ptr() for x in (slots, row_ids, lens, *found)]
+    assert [given.pop(name) for name in names[:6]] == addresses
+    assert given == {"max_blocks": 548, "stride_r": MAX_TOKENS, "BLOCK": BLOCK, "COLUMNS": 256, "PDL": False}
