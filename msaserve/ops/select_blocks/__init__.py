@@ -9,6 +9,12 @@ from msaserve.ops.checks import check_dtype, check_index_queries, check_int32, c
 from msaserve.ops.dispatch import Impl, always, choose
 from msaserve.ops.hopper import ask_later, on_card_in_8_bits_too, on_card_in_half
 
+
+def in_one_width(index_q: torch.Tensor, index_k_cache: torch.Tensor, *args: object, **kwargs: object) -> bool:
+    """`pays` of gluon_prefill: 8-bit keys that it widens for wider queries have not been checked on a card yet."""
+    return index_q.is_cuda and index_q.itemsize <= index_k_cache.itemsize
+
+
 IMPLS = (
     Impl(
         "triton_decode",
@@ -20,7 +26,7 @@ IMPLS = (
         "gluon_prefill",
         "msaserve.ops.select_blocks.gluon_score:select_blocks",
         ask_later("msaserve.ops.select_blocks.gluon_score:why_not"),
-        on_card_in_8_bits_too,
+        in_one_width,
     ),
     Impl(
         "triton_prefill",
@@ -60,8 +66,8 @@ def select_blocks(
     Returns:
         block_ids [Hkv, T, topk] int32: valid blocks first, in any order, then −1. Padding rows are all −1.
         The reference chooses the same blocks for a request alone and in a batch, and wherever its pages lie;
-        a prompt in other chunks may round its scores differently. Hopper sums 8-bit products to 13 bits or so: of
-        blocks whose scores are nearer than a thousandth, the other one may be chosen.
+        a prompt in other chunks may round its scores differently. Scores of 8-bit queries alone are sums that Hopper
+        keeps to 13 bits or so: of blocks whose scores are nearer than a thousandth, the other one may be chosen.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; not 1 ≤ local_blocks ≤ topk.

@@ -3,8 +3,8 @@
 A program scores ROWS = 256 rows (queries × heads) against a run of pages, so each page comes on chip once for all of
 them. Each of two warpgroups has two pieces of 64 rows: while it takes the maxima of one, the other's product runs.
 
-8-bit keys are multiplied at the rate of 8 bits. 16-bit queries become two 8-bit terms then, the rounded value and what
-rounding left, which together hold the 8 bits of a bfloat16 exactly; 8-bit queries are one term.
+8-bit queries and keys are multiplied at the rate of 8 bits, whose sums Hopper keeps to 13 bits or so. Beside 16-bit
+queries four fetching warps widen 8-bit keys to float16 by way of a buffer of their own, which is exact.
 """
 
 # Argument lists that Triton must see written out are longer than a line.
@@ -47,21 +47,44 @@ def _fetch(index_k, pages, k_smem, full, empty, lo, hi, STAGES: gl.constexpr, PA
 
 
 @gluon.jit
+def _ask(index_k, page, at, raw, raw_full, raw_empty, RAW: gl.constexpr, PAGE_BYTES: gl.constexpr):
+    """Ask for the page of the program's at-th block, once what was in its 8-bit buffer has been read."""
+    stage = at % RAW
+    mbarrier.wait(raw_empty.index(stage), (at // RAW & 1) ^ 1)
+    mbarrier.expect(raw_full.index(stage), PAGE_BYTES)
+    tma_load(index_k, [page, 0, 0], raw_full.index(stage), raw.index(stage))
+
+
+@gluon.jit
+def _fetch_and_widen(
+    index_k, pages, raw, raw_full, raw_empty, k_smem, full, empty, lo, hi,
+    STAGES: gl.constexpr, RAW: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr,
+):  # fmt: skip
+    """What `_fetch` does, by four warps that widen keys of 8 bits."""
+    own: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DI, DI // 8], [4, 1], [1, 0])
+    for n in range(lo, gl.minimum(lo + RAW, hi)):
+        _ask(index_k, gl.load(pages + n), n - lo, raw, raw_full, raw_empty, RAW, BLOCK * DI)
+    for n in range(lo, hi):
+        at = n - lo
+        stage = at % STAGES
+        later = gl.load(pages + gl.minimum(n + RAW, hi - 1))
+        mbarrier.wait(raw_full.index(at % RAW), at // RAW & 1)
+        mbarrier.wait(empty.index(stage), (at // STAGES & 1) ^ 1)
+        for part in gl.static_range(BLOCK // 32):
+            keys = raw.index(at % RAW).reshape([BLOCK, DI]).slice(part * 32, 32, dim=0).load(own)
+            k_smem.index(stage).reshape([BLOCK, DI]).slice(part * 32, 32, dim=0).store(keys.to(k_smem.dtype))
+        fence_async_shared()
+        mbarrier.arrive(raw_empty.index(at % RAW), count=1)
+        mbarrier.arrive(full.index(stage), count=1)
+        if n + RAW < hi:
+            _ask(index_k, later, at + RAW, raw, raw_full, raw_empty, RAW, BLOCK * DI)
+
+
+@gluon.jit
 def _queries(q_smem, piece, mma: gl.constexpr):
     """A piece's queries in registers, as the product takes them."""
     element: gl.constexpr = q_smem.dtype
     return q_smem.index(piece).load(gl.DotOperandLayout(0, mma, 32 // element.primitive_bitwidth))
-
-
-@gluon.jit
-def _product(q, rest, k, acc, TERMS: gl.constexpr):
-    # The rest first: beside a large sum the 8-bit product drops the low bits of what it adds.
-    if TERMS == 2:
-        acc = warpgroup_mma(rest, k, acc, use_acc=False, is_async=True)
-        acc = warpgroup_mma(q, k, acc, use_acc=True, is_async=True)
-    else:
-        acc = warpgroup_mma(q, k, acc, use_acc=False, is_async=True)
-    return acc
 
 
 @gluon.jit
@@ -92,7 +115,6 @@ def _multiply(
     BLOCK: gl.constexpr,
     DI: gl.constexpr,
     STAGES: gl.constexpr,
-    TERMS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     element: gl.constexpr = k_smem.dtype
@@ -113,16 +135,11 @@ def _multiply(
     place = gl.arange(0, 8, layout=gl.SliceLayout(0, eight))[None, :]
     row_of_eight = gl.arange(0, 64, layout=gl.SliceLayout(1, eight)) + WG * 64 * PIECES
     q = ()
-    rest = ()
     acc = ()
     kept = ()
     group_best = ()
     for i in gl.static_range(PIECES):
         q = q + (_queries(q_smem, PIECES * WG + i, mma),)
-        if TERMS == 2:
-            rest = rest + (_queries(q_smem, PIECES * (2 + WG) + i, mma),)
-        else:
-            rest = rest + (q[i],)
         acc = acc + (gl.zeros([64, BLOCK], gl.float32, layout=mma),)
         kept = kept + (gl.full([64, 8], LOWEST, gl.float32, layout=eight),)
         group_best = group_best + (gl.full([64], LOWEST, gl.float32, layout=gl.SliceLayout(1, eight)),)
@@ -132,11 +149,11 @@ def _multiply(
         k = k_smem.index(stage).reshape([BLOCK, DI]).permute((1, 0))
         issued = ()
         for i in gl.static_range(PIECES):
-            issued = issued + (_product(q[i], rest[i], k, acc[i], TERMS),)
+            issued = issued + (warpgroup_mma(q[i], k, acc[i], use_acc=False, is_async=True),)
         acc = ()
         kept_now = ()
         for i in gl.static_range(PIECES):
-            acc = acc + (warpgroup_mma_wait((PIECES - 1 - i) * TERMS, deps=(issued[i],)),)
+            acc = acc + (warpgroup_mma_wait(PIECES - 1 - i, deps=(issued[i],)),)
             if i == PIECES - 1:
                 mbarrier.arrive(empty.index(stage), count=1)
             best = _best(acc[i], n, whole, position + (row + 64 * i) // HP, key, BLOCK)
@@ -161,13 +178,13 @@ def _multiply(
 
 
 @gluon.jit
-def _multiply_last(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr, STAGES: gl.constexpr, TERMS: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    _multiply(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, 1, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP)  # fmt: skip
+def _multiply_last(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    _multiply(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, 1, HP, ROWS, BLOCK, DI, STAGES, GROUP)  # fmt: skip
 
 
 @gluon.jit
-def _multiply_first(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr, STAGES: gl.constexpr, TERMS: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    _multiply(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, 0, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP)  # fmt: skip
+def _multiply_first(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DI: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    _multiply(q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, 0, HP, ROWS, BLOCK, DI, STAGES, GROUP)  # fmt: skip
 
 
 @gluon.jit
@@ -216,12 +233,13 @@ def _score_kernel(
     hi = gl.minimum(gl.minimum(lo + split_blocks, last_position // BLOCK + 1), N)
     if (stop > first) & (last_position >= 0) & (hi > lo):
         whole = gl.minimum(gl.maximum((position + 1) // BLOCK, lo), hi)
-        element: gl.constexpr = index_k.dtype
         given: gl.constexpr = index_q.dtype.element_ty
-        TERMS: gl.constexpr = 1 if element.primitive_bitwidth == given.primitive_bitwidth else 2
+        WIDEN: gl.constexpr = given.primitive_bitwidth > index_k.dtype.primitive_bitwidth
+        element: gl.constexpr = gl.float16 if WIDEN else index_k.dtype
         q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DI], element)
-        q_smem = gl.allocate_shared_memory(element, [4 * TERMS, 64, DI], q_layout)
-        k_smem = gl.allocate_shared_memory(element, [STAGES, 1, BLOCK, DI], index_k.layout)
+        k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK, DI], element)
+        q_smem = gl.allocate_shared_memory(element, [4, 64, DI], q_layout)
+        k_smem = gl.allocate_shared_memory(element, [STAGES, 1, BLOCK, DI], k_layout)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for stage in gl.static_range(STAGES):
@@ -238,28 +256,41 @@ def _score_kernel(
                 mask=((token < stop) & (head < HKV))[:, None],
                 other=0.0,
             )
-            if TERMS == 1:
-                q_smem.index(i).store(q)
-            else:
+            if WIDEN and given == gl.bfloat16:
                 q = q.to(gl.float32)
-                # A factor of a row changes no choice; a power of two keeps every bit.
+                # A factor of a row changes no choice; with a power of two float16 holds every bit of what counts.
                 q = q * _power_of_two(gl.max(gl.abs(q), 1))[:, None]
-                rounded = q.to(element)
-                q_smem.index(i).store(rounded)
-                q_smem.index(4 + i).store((q - rounded.to(gl.float32)).to(element))
+            q_smem.index(i).store(q.to(element))
         fence_async_shared()
         out = scores + tile.to(gl.int64) * gl.cdiv(N, 8) * (8 * ROWS)
         group_out = group_scores + tile.to(gl.int64) * gl.cdiv(N, GROUP if GROUP > 0 else 1) * ROWS
         pages = block_table + request.to(gl.int64) * stride_bt
-        gl.warp_specialize(
-            [
-                (_multiply_first, (q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP)),
-                (_multiply_last, (q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP, ROWS, BLOCK, DI, STAGES, TERMS, GROUP)),
-                (_fetch, (index_k, pages, k_smem, full, empty, lo, hi, STAGES, BLOCK * DI * element.primitive_bitwidth // 8)),
-            ],
-            [4, 1],
-            [232, 24],
-        )  # fmt: skip
+        if WIDEN:
+            raw = gl.allocate_shared_memory(index_k.dtype, [STAGES, 1, BLOCK, DI], index_k.layout)
+            raw_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+            raw_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+            for stage in gl.static_range(STAGES):
+                mbarrier.init(raw_full.index(stage), count=1)
+                mbarrier.init(raw_empty.index(stage), count=1)
+            gl.warp_specialize(
+                [
+                    (_multiply_first, (q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP, ROWS, BLOCK, DI, STAGES, GROUP)),
+                    (_multiply_last, (q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP, ROWS, BLOCK, DI, STAGES, GROUP)),
+                    (_fetch_and_widen, (index_k, pages, raw, raw_full, raw_empty, k_smem, full, empty, lo, hi, STAGES, STAGES, BLOCK, DI)),
+                ],
+                [4, 4],
+                [232, 40],
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (_multiply_first, (q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP, ROWS, BLOCK, DI, STAGES, GROUP)),
+                    (_multiply_last, (q_smem, k_smem, full, empty, out, group_out, lo, whole, hi, position, HP, ROWS, BLOCK, DI, STAGES, GROUP)),
+                    (_fetch, (index_k, pages, k_smem, full, empty, lo, hi, STAGES, BLOCK * DI * element.primitive_bitwidth // 8)),
+                ],
+                [4, 1],
+                [232, 24],
+            )  # fmt: skip
 
 
 def why_not(index_q: torch.Tensor, index_k_cache: torch.Tensor, *args: object, **kwargs: Any) -> str | None:
@@ -269,8 +300,6 @@ def why_not(index_q: torch.Tensor, index_k_cache: torch.Tensor, *args: object, *
         return reason
     if index_q.dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return f"index_q is {index_q.dtype}, not of 16 or 8 bits"
-    if index_q.dtype == torch.float16 != index_k_cache.dtype:
-        return "two 8-bit terms do not hold a float16"
     _, block_size, dim = index_k_cache.shape
     if dim not in (64, 128) or block_size not in (64, 128):
         return "the index dim and the block size must be 64 or 128"
@@ -294,9 +323,12 @@ def score_tiles(
     num_blocks: int,
     block_q: int,
     group: int,
-    stages: int = 4,
+    stages: int | None = None,
 ) -> None:
-    """As `triton_prefill.score_tiles`, for tiles of 256 rows."""
+    """As `triton_prefill.score_tiles`, for tiles of 256 rows.
+
+    stages: buffers for blocks of keys; where these are widened, of each width.
+    """
     num_heads, dim = index_q.shape[1:]
     block_size = index_k_cache.shape[1]
     heads_padded = next_power_of_2(num_heads)
@@ -323,7 +355,7 @@ def score_tiles(
         DI=dim,
         BLOCK=block_size,
         BLOCK_Q=block_q,
-        STAGES=stages,
+        STAGES=stages or (3 if index_q.itemsize > index_k_cache.itemsize else 4),
         GROUP=group,
         num_warps=4,
     )
