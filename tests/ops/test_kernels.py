@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
 from msaserve import ops
 from msaserve.ops.conformance import (
     OPERATORS,
+    SWAP,
     Conformance,
     MismatchError,
     RefusedError,
@@ -31,7 +32,8 @@ from msaserve.ops.conformance import (
     implementations,
     poisoned,
 )
-from msaserve.ops.testing import CASES_8_BITS, DECODE_CASES, KERNEL_CASES, PREFILL_CASES
+from msaserve.ops.select_blocks import reference
+from msaserve.ops.testing import CASES_8_BITS, DECODE_CASES, KERNEL_CASES, PREFILL_CASES, m3_spec
 
 HAS_CARD = torch.cuda.is_available()
 SPECS = {spec.name: spec for spec in KERNEL_CASES}
@@ -99,6 +101,31 @@ def test_a_wrong_result_is_found(what: str) -> None:
         Conformance(trial, is_short=True).check(operator, "ours")
     with break_one(operator, spoil), pytest.raises(MismatchError):
         Conformance(trial, is_short=True).check(operator, "ours")
+
+
+@pytest.mark.skipif(HAS_CARD, reason="needs no card")
+@pytest.mark.parametrize(("scales", "is_allowed"), [(None, False), ("tensor", False), ("head", True)])
+def test_scores_of_13_bits_are_found_unless_queries_have_8(scales: Scales | None, is_allowed: bool) -> None:
+    """As Hopper sums 8-bit products. Short contexts have no scores so near each other."""
+    trial = Trial(m3_spec("long", ((300, 32_048),), group=1), torch.float16, "cpu", scales)
+    score, right = reference.index_score, ops.select_blocks
+
+    def rounded(*args: Any, **options: Any) -> torch.Tensor:
+        scores = score(*args, **options)
+        step = torch.ldexp(torch.ones(()), torch.frexp(scores).exponent - 13)
+        return torch.where(scores.isfinite(), (scores / step).trunc() * step, scores)
+
+    def wrong(*args: Any, impl: str, **options: Any) -> torch.Tensor:
+        with patch.object(reference, "index_score", score if impl == "reference" else rounded):
+            return right(*args, impl="reference", **options)
+
+    with patch.object(ops, "select_blocks", wrong):
+        suite = Conformance(trial, is_short=True)
+        if is_allowed:
+            assert suite.check("select_blocks", "ours") > SWAP
+        else:
+            with pytest.raises(MismatchError, match="a block left out is better"):
+                suite.check("select_blocks", "ours")
 
 
 def test_poisoned_memory_is_nan_and_left_so_no_longer() -> None:
