@@ -88,6 +88,11 @@ def with_8_bits(chunk: Chunk) -> Chunk:
     return with_8_bit_kv(chunk)._replace(**narrow)
 
 
+def with_8_bit_index_keys(chunk: Chunk) -> Chunk:
+    """The index cache of 8 bits alone, beside wider queries."""
+    return chunk._replace(index_k=chunk.index_k.to(torch.float8_e4m3fn))
+
+
 def overlapping(chunk: Chunk, overlap: float) -> torch.Tensor:
     """block_ids of which `overlap` is common to runs of 64 queries: the own block, one of each 15th of the others."""
     queries = chunk.q.shape[0]
@@ -165,6 +170,13 @@ def check() -> None:
         expected = select(narrow._replace(index_q=narrow.index_q.float(), index_k=narrow.index_k.float()), "reference")
         narrow_agree = (select(narrow).sort(-1).values == expected.sort(-1).values).all(-1).float().mean().item()
         assert narrow_agree > 0.97, narrow_agree  # 8-bit products are summed to 13 bits or so
+        mixed = with_8_bit_index_keys(chunk)
+        expected = select(mixed._replace(index_q=mixed.index_q.float(), index_k=mixed.index_k.float()), "reference")
+        for impl in ("gluon_prefill", "triton_prefill"):
+            mixed_agree = (
+                (select(mixed, impl).sort(-1).values == expected.sort(-1).values).all(-1).float().mean().item()
+            )
+            assert mixed_agree > 0.999, (impl, mixed_agree)  # the keys are widened
         ids = overlapping(chunk, overlap)
         ids[:, ::7, 3] = -1
         wide = chunk._replace(q=chunk.q.float(), kv=chunk.kv.float())
@@ -208,6 +220,9 @@ def time_chunk(clock: Clock, cached: int, overlaps: tuple[float, ...], peers: st
         clock(f"{cached} {kind} select", lambda some=some: select(some))
         clock(f"{cached} {kind} whole", lambda some=some: attend(some, select(some)))
         clock(f"{cached} {kind} whole, replayed", replay(lambda some=some: attend(some, select(some))))
+    mixed = with_8_bit_index_keys(chunk)
+    for impl in ("gluon_prefill", "triton_prefill"):
+        clock(f"{cached} bf16 queries over 8-bit index keys select {impl}", lambda impl=impl: select(mixed, impl))
     for kind, some in (("bf16", chunk), ("8-bit K and V", narrow_kv)):
         for name, chosen in selections.items():
             clock(f"{cached} {kind} attend {name}", lambda some=some, chosen=chosen: attend(some, chosen))
