@@ -174,7 +174,7 @@ class EngineConfig:
     dtype: DType = "auto"
     """Of weights, and of the cache unless kv_cache_dtype says otherwise. auto: float32 on a CPU, bfloat16 on a GPU."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """auto: dtype. fp8_e4m3: half of bfloat16's bytes; keys, values and index keys are rounded to 8 bits."""
+    """auto: dtype. fp8_e4m3: half of bfloat16's bytes; keys, values, index keys and index queries get 8 bits."""
     max_model_len: int | None = None
     """Tokens of prompt and output one request may have. None: what the checkpoint was made for or the cache holds."""
     max_num_batched_tokens: int = 2048
