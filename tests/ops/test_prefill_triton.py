@@ -147,13 +147,12 @@ def test_wider_queries_choose_by_exact_scores_of_8_bit_keys(impl: str) -> None:
     spec = m3_spec("long", ((64 if DEVICE == "cpu" else 400, 32_048), (1 if DEVICE == "cpu" else 200, 13_045)))
     case = build(spec, dtype=dtype, device=DEVICE, cache_dtype=torch.float8_e4m3fn)
     exact = replace(case, index_q=case.index_q.double(), index_k_cache=case.index_k_cache.double())
-    options = {name: n for name, n in case.selection_options.items() if name not in ("topk", "local_blocks")}
-    scores = ops.index_score(exact.index_q, exact.index_k_cache, *case.batch, **options, impl="reference")
+    scores = ops.index_score(exact.index_q, exact.index_k_cache, *case.batch, **case.bounds, impl="reference")
     chosen, expected = choose(case, impl).long(), choose(exact, "reference").long()
     differing = (chosen != expected).any(-1)
-    assert differing.float().mean() < 2e-4
+    assert differing.float().mean() < 1e-3
     taken, best = (scores.gather(2, ids.clamp(min=0)).masked_fill(ids < 0, 0).sum(-1) for ids in (chosen, expected))
-    assert ((best - taken) <= 1e-5 * best.abs()).all()
+    assert ((best - taken) <= 1e-5 * scores.amax(-1)).all()
 
 
 @pytest.mark.cuda
