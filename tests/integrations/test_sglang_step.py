@@ -77,8 +77,16 @@ def test_rows(step: Any) -> None:
     found["preparation"] = 3.21
     told = step.row("0.5.16", "a step", {**found, "took": True, "fell_back": []})
     assert told == "| 0.5.16 | a step | 0.00200 → 0.00100 | 3,000 → 1,500 (2.00×) | – → 9 | 3.2 | yes |"
+    assert step.is_right({**found, "took": True, "fell_back": []})
     failed = {"failed": {"stock": "not captured: why"}, "took": True, "fell_back": ["sink is given"]}
     assert step.row("0.5.16", "a step", {**found, **failed}).endswith("| NO: sink is given; stock not captured: why |")
+    assert not step.is_right({**found, **failed})
+
+
+@pytest.mark.parametrize("error", [0.0253, float("nan")])
+def test_other_blocks_in_a_few_rows_are_a_failure(step: Any, error: float) -> None:
+    found = {"error": {"stock": 0.0022, "ours": error}, "failed": {}, "took": True, "fell_back": []}
+    assert not step.is_right(found)
 
 
 RELEASES = sorted(Path(os.environ["SGLANG_RELEASES"]).iterdir()) if "SGLANG_RELEASES" in os.environ else []
