@@ -172,11 +172,8 @@ def check() -> None:
         assert narrow_agree > 0.97, narrow_agree  # 8-bit products are summed to 13 bits or so
         mixed = with_8_bit_index_keys(chunk)
         expected = select(mixed._replace(index_q=mixed.index_q.float(), index_k=mixed.index_k.float()), "reference")
-        for impl in ("gluon_prefill", "triton_prefill"):
-            mixed_agree = (
-                (select(mixed, impl).sort(-1).values == expected.sort(-1).values).all(-1).float().mean().item()
-            )
-            assert mixed_agree > 0.999, (impl, mixed_agree)  # the keys are widened
+        mixed_agree = (select(mixed).sort(-1).values == expected.sort(-1).values).all(-1).float().mean().item()
+        assert mixed_agree > 0.999, mixed_agree  # the keys are widened
         ids = overlapping(chunk, overlap)
         ids[:, ::7, 3] = -1
         wide = chunk._replace(q=chunk.q.float(), kv=chunk.kv.float())
@@ -220,9 +217,6 @@ def time_chunk(clock: Clock, cached: int, overlaps: tuple[float, ...], peers: st
         clock(f"{cached} {kind} select", lambda some=some: select(some))
         clock(f"{cached} {kind} whole", lambda some=some: attend(some, select(some)))
         clock(f"{cached} {kind} whole, replayed", replay(lambda some=some: attend(some, select(some))))
-    mixed = with_8_bit_index_keys(chunk)
-    for impl in ("gluon_prefill", "triton_prefill"):
-        clock(f"{cached} bf16 queries over 8-bit index keys select {impl}", lambda impl=impl: select(mixed, impl))
     for kind, some in (("bf16", chunk), ("8-bit K and V", narrow_kv)):
         for name, chosen in selections.items():
             clock(f"{cached} {kind} attend {name}", lambda some=some, chosen=chosen: attend(some, chosen))
@@ -236,6 +230,15 @@ def time_chunk(clock: Clock, cached: int, overlaps: tuple[float, ...], peers: st
         profile(f"{cached} {kind} whole", lambda some=some: attend(some, select(some)))
     for name, chosen in list(selections.items())[1:]:
         profile(f"{cached} bf16 attend {name}", lambda chosen=chosen: attend(chunk, chosen))
+
+
+def time_mixed(clock: Clock, cached: int) -> None:
+    """bf16 queries over 8-bit index keys by both kernels, and how many rows choose the same."""
+    chunk = with_8_bit_index_keys(make_chunk(cached))
+    for impl in ("triton_prefill", "gluon_prefill"):
+        clock(f"{cached} bf16 queries over 8-bit index keys, select {impl}", lambda impl=impl: select(chunk, impl))
+    plain, hopper = (select(chunk, impl).sort(-1).values for impl in ("triton_prefill", "gluon_prefill"))
+    print(f"the same choice in {(plain == hopper).all(-1).float().mean().item():.5f} of the rows", flush=True)
 
 
 def time_vllm(clock: Clock, chunk: Chunk, selections: dict[str, torch.Tensor]) -> None:
@@ -293,6 +296,10 @@ def main() -> None:
         check()
     for cached, overlaps in ((61_440, OVERLAPS), (0, ()), (516_096, ()), (1_040_384, ())):
         time_chunk(clock, cached, overlaps, args.peers)
+        torch.cuda.empty_cache()
+    # Last, as a card has not run that kernel of Hopper's yet.
+    for cached in (61_440, 0, 516_096):
+        time_mixed(clock, cached)
         torch.cuda.empty_cache()
     if args.out:
         Path(args.out).write_text(json.dumps(clock.results, indent=1))
