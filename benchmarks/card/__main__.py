@@ -24,7 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks.card.jobs import JOBS
-from benchmarks.card.run import Job, Run, commit
+from benchmarks.card.run import FOLDERS, Job, Run, commit
 
 PART, MOST = 15 << 20, 60 << 20
 """Bytes of a packed file, and of what is packed before it is compressed: the smallest files first."""
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="folder with vLLM's kernels, timed beside ours")
     parser.add_argument("--vllm", type=Path, help="folder with vLLM and what it imports")
     parser.add_argument("--releases", type=Path, help="what scripts/vllm_facts.py --keep left")
+    parser.add_argument("--sglang", type=Path, help="folder of unpacked releases of SGLang, each named as its version")
     parser.add_argument("--wheels", type=Path, help="folder of wheels that jobs need and the machine lacks")
     parser.add_argument("--gpu-gib", type=float, default=130.0, help="of the card's memory, for jobs beside each other")
     options = parser.parse_args()
@@ -127,7 +128,7 @@ def main() -> None:
         parser.error(f"{out} holds a former run: --resume goes on with it")
     if isinstance(options.resume, str) and not (out / "state.json").exists():
         unpack(Path(options.resume), out)
-    given = {name: getattr(options, name) for name in ("peers", "vllm", "releases") if getattr(options, name)}
+    given = {name: getattr(options, name) for name in FOLDERS if getattr(options, name)}
     if options.wheels:
         given["site"] = out / "site"
         if not given["site"].exists():

@@ -1,6 +1,7 @@
 """What is run on a card, in the order of the default list: first what measures time, which nothing else runs beside.
 
-Seconds are guesses for one H200 and 16 cores with nothing compiled yet, until the summary of a run says better.
+`seen(seconds)`: measured on one of two H200s with 32 cores, nothing compiled yet, the training on the other card. Other
+seconds are guesses until the summary of a run says better.
 """
 
 from __future__ import annotations
@@ -36,6 +37,19 @@ MSASERVE_VLLM=1 {VLLM}/slice.py --memory 0.45 --serve ours > ours.log 2>&1 &
 until [ -e stock/ready ] && [ -e ours/ready ]; do sleep 1; [ $(jobs -r | wc -l) = 2 ] || exit 1; done
 {VLLM}/turns.py stock ours --out table.json --seconds $(({{seconds}} - SECONDS)); {VLLM}/compare.py table.json"""
 
+SGLANG = """
+for cuda in /usr/local/cuda-13* /usr/local/cuda; do
+    [ -n "$CUDA_HOME" ] || [ ! -e $cuda/lib64/libcudart.so ] || export CUDA_HOME=$cuda
+done
+{python} benchmarks/sglang/step.py {sglang}/* --timeout 150"""
+"""Without CUDA_HOME, ninja and the two modules no release's CUDA kernel is built, and its Triton kernels select."""
+
+
+def seen(seconds: float) -> int:
+    """What a job took, and a third more."""
+    return round(seconds * 4 / 3)
+
+
 timing = partial(Job, alone=True)
 in_vllm = partial(Job, needs=("vllm",), modules=("vllm",))
 
@@ -57,7 +71,7 @@ def tokens(name: str, switch: int) -> Job:
     return in_vllm(
         f"vllm_{name}",
         f"{PLUGIN}{command} --out {{out}}/{name}.json",
-        330,
+        seen(264),  # with four of them beside each other
         cores=4,
         gpu_gib=60,
         after=("vllm_checkpoint",),
@@ -72,33 +86,35 @@ beside_smg = "{python} benchmarks/gateway/beside_smg.py --clip-seconds 10"
 judge = VLLM + "/judge.py {all}/vllm_checkpoint {all}/vllm_stock/stock.json {all}/vllm_ours/ours.json"
 evaluate = "{python} -m examples.train_tiny.evaluate --checkpoint {all}/train/checkpoint --out {out} --full"
 JOBS = (
-    timing("decode", OPS + "/decode.py --no-check {with_peers}", 240),
-    timing("prefill", prefill, 150, partly="skipped$"),
-    timing("dense", OPS + "/dense.py --seconds {seconds} --out {out}/dense.json", 90, partly="skipped$"),
+    timing("decode", OPS + "/decode.py --no-check {with_peers}", seen(33)),
+    timing("prefill", prefill, seen(69), partly="skipped$"),
+    timing("dense", OPS + "/dense.py --seconds {seconds} --out {out}/dense.json", seen(27), partly="skipped$"),
     timing("context", OPS + "/context_plot.py measure {out}/context.json {with_peers}", 150),
-    timing("decode_shared", OPS + "/shared_prefix.py {with_peers}", 120),
+    timing("decode_shared", OPS + "/shared_prefix.py {with_peers}", seen(36)),
     timing(
         "decode_cost", "{python} benchmarks/serve/decode_cost.py --device cuda --graphs", 60, modules=(*MODEL, *TYRO)
     ),
     timing("constraint_masks", "{python} benchmarks/serve/constraint_masks.py", 60, modules=ASKED),
     timing("throughput", throughput, 150, modules=GATEWAY, programs=("smg",)),
     timing("beside_smg", beside_smg, 120, modules=GATEWAY, programs=("smg",)),
+    timing("sglang_step", SGLANG, seen(119), needs=("sglang",), modules=("tvm_ffi", "msgspec"), programs=("ninja",)),
     in_vllm("vllm_turns", TURNS, 480, 400, alone=True, files=("*.json", "*.log")),
-    recorded("conformance_fp16", OPS + "/conformance.py --jobs {cores} --dtype float16", 600, cores=12, gpu_gib=100),
-    recorded("conformance", OPS + "/conformance.py --jobs {cores}", 600, cores=12, gpu_gib=100),
+    recorded(
+        "conformance_fp16", OPS + "/conformance.py --jobs {cores} --dtype float16", seen(803), cores=12, gpu_gib=100
+    ),
+    recorded("conformance", OPS + "/conformance.py --jobs {cores}", 1100, cores=12, gpu_gib=100),
     Job("decode_check", OPS + "/decode.py --check-only", 150, cores=12, gpu_gib=30),
     Job("tests_ops", ONCE + "-m cuda tests/ops", 300, cores=8, gpu_gib=30, modules=TESTS),
     Job("tests_engine", "MSASERVE_TEST_DEVICE=cuda " + ONCE + "tests/engine", 600, cores=4, gpu_gib=20, modules=TESTS),
     *(sanitizer(tool) for tool in ("memcheck", "synccheck", "racecheck", "initcheck")),
     Job("vllm_selection", VLLM + "/selection.py {releases}/*", 240, needs=("releases",)),
-    Job("vllm_checkpoint", VLLM + "/checkpoint.py {out}", 60, gpu_gib=20, modules=MODEL, files=("*.json",)),
+    Job("vllm_checkpoint", VLLM + "/checkpoint.py {out}", seen(13), gpu_gib=20, modules=MODEL, files=("*.json",)),
     tokens("stock", 0),
     tokens("ours", 1),
     Job(
         "judge",
         judge + " --out {out}/judge.jsonl --seconds {seconds}",
-        240,
-        least=100,
+        seen(57),  # of three results
         gpu_gib=40,
         modules=MODEL,
         after=("vllm_checkpoint", "vllm_stock", "vllm_ours"),
@@ -107,7 +123,7 @@ JOBS = (
     Job(
         "train",
         TRAIN,
-        1300,
+        seen(1241),
         cores=12,
         gpu_gib=60,
         modules=(*MODEL, "tokenizers", "jinja2", "PIL"),
@@ -118,7 +134,7 @@ JOBS = (
     Job(
         "evaluate",
         evaluate + " --processes {cores} --chunk 8192",
-        120,
+        seen(136),
         cores=12,
         gpu_gib=40,
         modules=(*ASKED, "PIL"),

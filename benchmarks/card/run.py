@@ -19,6 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("msaserve", "benchmarks", "examples", "tests")
+FOLDERS = ("peers", "vllm", "releases", "sglang")
+"""What a user may give, each by an option of its own."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Job:
     """A command for bash and what it needs.
 
     In the command these are filled in: {python}, {root}, {out} (a folder of its own), {all} (where the folders of all
-    jobs are), {cores}, {seconds} (that are left, for a command that ends by itself), {releases} (a given folder) and
-    {with_peers} (an option, or nothing).
+    jobs are), {cores}, {seconds} (that are left, for a command that ends by itself), {releases} and {sglang} (given
+    folders) and {with_peers} (an option, or nothing).
     """
 
     name: str
@@ -41,7 +43,7 @@ class Job:
     cores: int = 1
     gpu_gib: float = 2.0
     needs: tuple[str, ...] = ()
-    """Folders that must be given: "peers", "vllm", "releases"."""
+    """Of FOLDERS, those that must be given."""
     modules: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
@@ -95,7 +97,7 @@ class Run:
     """Of time.monotonic(): what runs then is ended, but for detached jobs."""
     commit: str
     given: dict[str, str] = field(default_factory=dict)
-    """The folders "peers", "vllm", "releases", and "site" of further packages, as far as there are any."""
+    """FOLDERS, and "site" of further packages, as far as there are any."""
     cores: int = os.cpu_count() or 1
     gpu_gib: float = 130.0
     states: dict[str, dict[str, Any]] = field(default_factory=dict)

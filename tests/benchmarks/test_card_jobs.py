@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.card.jobs import JOBS, TRAIN, TURNS
-from benchmarks.card.run import ROOT, Job
+from benchmarks.card.jobs import JOBS, SGLANG, TRAIN, TURNS
+from benchmarks.card.run import FOLDERS, ROOT, Job
 
 
 def test_default_list() -> None:
@@ -29,7 +29,7 @@ def test_default_list() -> None:
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_commands_fit_their_scripts(job: Job) -> None:
     """Each script is there, and it or one beside it knows each option."""
-    fields = dict.fromkeys(("python", "root", "out", "all", "cores", "seconds", "with_peers", "releases"), "X")
+    fields = dict.fromkeys(("python", "root", "out", "all", "cores", "seconds", "with_peers", *FOLDERS), "X")
     command = job.command.format(**fields | {"root": str(ROOT)}).replace(f"{ROOT}/", "")
     modules = re.findall(r"-m (examples\S+)", command)
     scripts = re.findall(r"benchmarks/\S+\.(?:py|sh)", command) + [f"{name.replace('.', '/')}.py" for name in modules]
@@ -98,3 +98,11 @@ def test_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "out" / "state" / "state.pt").touch()
     script(TRAIN, tmp_path)
     assert "--resume-from" not in (tmp_path / "calls").read_text()
+
+
+def test_every_unpacked_release_is_run(tmp_path: Path) -> None:
+    for release in ("0.5.16", "0.5.23"):
+        (tmp_path / "releases" / release).mkdir(parents=True)
+    assert script(SGLANG, tmp_path, sglang=str(tmp_path / "releases")).returncode == 0
+    releases = f"{tmp_path}/releases/0.5.16 {tmp_path}/releases/0.5.23"
+    assert (tmp_path / "calls").read_text() == f"benchmarks/sglang/step.py {releases} --timeout 150\n"
