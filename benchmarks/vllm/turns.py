@@ -5,8 +5,8 @@
     python benchmarks/vllm/turns.py stock ours --out table.json
     python benchmarks/vllm/compare.py table.json
 
-The first of the rounds is not measured: kernels compile in it and the caches fill. The file is written after each
-point, so that a run that was stopped is worth what it did.
+The first of the rounds is not measured: kernels compile in it, for minutes where no cache has them, and the caches
+fill. Each measurement is a line at once, and in the file, so that a run that was stopped is worth what it did.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 CONTEXTS = (8192, 65_536, 131_072, 524_288)
 COLD = (8192, 65_536, 131_072)
 CONCURRENCY = (1, 8, 32)
+FIGURES = ("output_tokens_per_s", "ttft_ms", "step_ms", "cold_ttft_ms")
+"""Of a row, what a line says."""
 REPEATS = {1: 3}
 """Measurements a round of a concurrency, others once: single requests take little time and vary most."""
 
@@ -68,6 +70,22 @@ def points(contexts: list[int], concurrency: list[int]) -> list[tuple[str, tuple
     return found + [("cold", (context,)) for context in contexts if context in COLD]
 
 
+def say(
+    begin: float, what: str, server: Server, call: str, values: tuple[int, ...], row: dict[str, Any] | None
+) -> None:
+    """One measurement; `row` as the server gave it."""
+    figures = ", ".join(f"{name} {row[name]:,.1f}" for name in FIGURES if name in row) if row else "done"
+    point = " × ".join(f"{value:,}" for value in values)
+    print(f"{time.monotonic() - begin:6.1f} s  {what}: {server.name}, {call} {point}: {figures}", flush=True)
+
+
+def keep(rows: list[dict[str, Any]], path: Path) -> None:
+    """Whole at any time, whenever this process is ended."""
+    made = path.with_suffix(".made")
+    made.write_text(json.dumps(rows))
+    made.rename(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("stock", type=Path, help="directory of the server without the plugin")
@@ -80,20 +98,27 @@ def main() -> None:
     parser.add_argument("--warm", action=argparse.BooleanOptionalAction, default=True, help="the first round")
     parser.add_argument("--kernels", type=Path, help="at the end write the card's time by kernel there")
     args = parser.parse_args()
-    until = time.monotonic() + args.seconds
+    begin = time.monotonic()
+    until = begin + args.seconds
     servers = [Server(args.stock), Server(args.ours)]
     round_points = points(args.contexts, args.concurrency)
-    if args.warm:
-        for call, values in dict.fromkeys(round_points):
-            for answer in [server.send(call, *values) for server in servers]:
-                wait(answer)
     rows: list[dict[str, Any]] = []
+    keep(rows, args.out)
+    for call, values in dict.fromkeys(round_points) if args.warm else ():
+        if time.monotonic() < until:
+            for server, answer in [(server, server.send(call, *values)) for server in servers]:
+                say(begin, "warm", server, call, values, wait(answer))
     turns = [(number, point) for number in range(args.rounds) for point in round_points]
     for turn, (number, (call, values)) in enumerate(turns):
         for server in servers if turn % 2 else servers[::-1]:
-            if time.monotonic() < until and (row := server.ask(call, *values)):
+            if time.monotonic() >= until:
+                break
+            if row := server.ask(call, *values):
                 rows.append({"server": server.name, "round": number, **row})
-        args.out.write_text(json.dumps(rows))
+                keep(rows, args.out)
+            say(begin, f"round {number + 1} of {args.rounds}", server, call, values, row)
+    if time.monotonic() >= until:
+        print(f"the {args.seconds:.0f} s were over before all was measured", flush=True)
     if args.kernels is not None:
         traces = [
             {"server": server.name, **server.ask("kernels", context, n)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 import torch
 from golden_data import golden
 from safetensors import safe_open
+from waits import until
 
 from msaserve.config import ModelConfig
 from msaserve.models.loader import load_model
@@ -168,6 +170,12 @@ def test_turns_over_two_servers(runs: tuple[Any, Engine], tmp_path: Path) -> Non
     command[3] = command[2]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 * 3 + 2 * 5
+    assert all(
+        re.match(r" +\d+\.\d s  warm: stock, (together 8,192 × 1|touch 8,192|cold 8,192): ", s) for s in lines[:6]
+    )
+    assert re.search(r"round 1 of 1: stock, cold 8,192: cold_ttft_ms \d+\.\d$", lines[-1])
     rows = json.loads((tmp_path / "table.json").read_text())
     assert [set(row) & {"ttft_ms", "cold_ttft_ms"} for row in rows] == 6 * [{"ttft_ms"}] + 2 * [{"cold_ttft_ms"}]
     for directory in directories:
@@ -175,6 +183,39 @@ def test_turns_over_two_servers(runs: tuple[Any, Engine], tmp_path: Path) -> Non
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_turns_that_are_stopped(tmp_path: Path) -> None:
+    """What was measured is in the file and was said, while the next one takes long; the time may be up at once."""
+    answers = threading.Semaphore(1)  # to both, whose directory is one
+
+    class Slow:
+        def together(self, context: int, concurrency: int) -> dict[str, float]:
+            answers.acquire()
+            return {"context": context, "concurrency": concurrency, "ttft_ms": 1.5}
+
+    module, directory = load("slice"), tmp_path / "stock"
+    thread = threading.Thread(target=module.serve, args=(Slow(), directory), daemon=True)
+    thread.start()
+    until((directory / "ready").exists)
+    table = tmp_path / "table.json"
+    command = [sys.executable, str(FOLDER / "turns.py"), str(directory), str(directory), "--out", str(table)]
+    over = subprocess.run([*command, "--seconds", "0"], capture_output=True, text=True)
+    assert (over.returncode, over.stderr) == (0, "")
+    assert over.stdout == "the 0 s were over before all was measured\n"
+    assert json.loads(table.read_text()) == []
+    command += ["--no-warm", "--contexts", "4096", "--concurrency", "8"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as told:
+        assert told.stdout is not None
+        lines = [told.stdout.readline() for _ in range(2)]
+        told.kill()
+    assert all(line.endswith(" of 5: stock, together 4,096 × 8: ttft_ms 1.5\n") for line in lines)
+    assert len(json.loads(table.read_text())) == 2
+    for _ in range(10):
+        answers.release()
+    load("turns").Server(directory).send("end")
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
