@@ -78,6 +78,7 @@ def tokens(name: str, switch: int) -> Job:
     )
 
 
+through_gateway = VLLM + "/through_gateway.py {out}/checkpoint --out {out} --stock --seconds $(({seconds} - 25))"
 prefill = OPS + "/prefill.py {with_peers} --seconds {seconds} --out {out}/prefill.json"
 throughput = (
     "{python} benchmarks/gateway/throughput.py --processes 1 2 4 8 --workers 6 --load-processes 4 --clients 256"
@@ -111,6 +112,16 @@ JOBS = (
     Job("vllm_checkpoint", VLLM + "/checkpoint.py {out}", seen(13), gpu_gib=20, modules=MODEL, files=("*.json",)),
     tokens("stock", 0),
     tokens("ours", 1),
+    in_vllm(
+        "vllm_gateway",
+        PLUGIN + through_gateway,
+        300,
+        least=200,
+        cores=8,
+        gpu_gib=60,
+        modules=("vllm", "smg_grpc_servicer", "grpc_reflection", "xgrammar", *GATEWAY),
+        files=("*.log",),
+    ),
     Job(
         "judge",
         judge + " --out {out}/judge.jsonl --seconds {seconds}",

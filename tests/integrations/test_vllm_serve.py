@@ -13,39 +13,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+import vllm_stand_in
 
 TINY = Path(__file__).parents[1] / "golden/tiny"
-STAND_IN = """
-import json, os, sys
-given = sys.argv[1:]
-with open(os.environ["SEEN"], "w") as file:
-    json.dump({"argv": given, "plugins": os.environ.get("VLLM_PLUGINS")}, file)
-option = dict(zip(given, given[1:]))
-address = option["--host"] + ":" + option["--port"]
-from msaserve.cli import main
-name = ["--served-model-name", option["--served-model-name"]]
-sys.exit(main(["worker", os.environ["CHECKPOINT"], "--grpc", address, *name]))
-"""
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """One in which `vllm` and `smg_grpc_servicer` can be imported."""
-    package = tmp_path / "vllm/entrypoints/cli"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent, package.parent.parent):
-        (folder / "__init__.py").touch()
-    (package / "main.py").write_text(STAND_IN)
-    (tmp_path / "smg_grpc_servicer").mkdir()
-    (tmp_path / "smg_grpc_servicer/__init__.py").touch()
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    return {
-        **os.environ,
-        "PYTHONPATH": path,
-        "SEEN": str(tmp_path / "seen.json"),
-        "CHECKPOINT": str(TINY),
-        "VLLM_PLUGINS": "other",
-    }
+    return {**vllm_stand_in.environment(tmp_path, TINY), "VLLM_PLUGINS": "other"}
 
 
 @pytest.fixture
