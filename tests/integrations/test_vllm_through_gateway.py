@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -83,11 +84,13 @@ def test_tokenizer_of_a_checkpoint_that_is_made(checkpoint: Path, tmp_path: Path
 def test_log_probabilities_are_compared_where_the_same_was_computed() -> None:
     module = load("through_gateway")
 
-    def server(*tokens: int, best: float = -1.0) -> object:
-        row = {"length": 5, "tokens": [*tokens, *[0] * (module.NUM_GREEDY - len(tokens))]}
-        return type("Server", (), {"greedy": [{**row, "best": [[best, best - 0.1]] * module.NUM_GREEDY}]})
+    def server(*tokens: int, logprob: float = -1.0, second: float = -1.1) -> object:
+        answer = {"tokens": [*tokens, *[0] * (module.NUM_GREEDY - len(tokens))]}
+        answer |= {"logprobs": [logprob] * module.NUM_GREEDY, "best": [[logprob, second]] * module.NUM_GREEDY}
+        return SimpleNamespace(greedy=[answer])
 
     assert module.compared(server(1, 2), server(1, 2))["equal tokens"] == [module.NUM_GREEDY]
     assert module.compared(server(1, 2), server(1, 3))["equal tokens"] == [1]
-    with pytest.raises(module.WrongError):
-        module.compared(server(1, 2), server(3, best=-1.1))
+    for other in (server(3, logprob=-1.1), server(1, 3, second=-3.0), SimpleNamespace(greedy=[])):
+        with pytest.raises(module.WrongError):
+            module.compared(server(1, 2), other)
