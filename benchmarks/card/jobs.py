@@ -16,7 +16,8 @@ TYRO = ("tyro", "docstring_parser")
 MODEL = ("msgspec", "safetensors")
 ASKED = (*MODEL, "tokenizers", "jinja2", "llguidance")
 HTTP = ("httpcore", "httptools", "httpx", "starlette", "uvicorn", "grpc", "grpc_health", "smg_grpc_proto")
-GATEWAY = (*ASKED, *TYRO, *HTTP, "av", "prometheus_client", "psutil")
+TEXT_GATEWAY = (*ASKED, *TYRO, *HTTP, "prometheus_client", "psutil")
+GATEWAY = (*TEXT_GATEWAY, "av")
 TESTS = (*ASKED, "pytest", "xdist", "pytest_timeout", "pytest_asyncio", "hypothesis")
 ONCE = "{python} -m pytest -p benchmarks.card.once --once {out}/passed --once-seconds {seconds} -n {cores} "
 TRAIN = """
@@ -119,7 +120,7 @@ JOBS = (
         least=200,
         cores=8,
         gpu_gib=60,
-        modules=("vllm", "smg_grpc_servicer", "grpc_reflection", "xgrammar", *GATEWAY),
+        modules=("vllm", "smg_grpc_servicer", "grpc_reflection", "xgrammar", *TEXT_GATEWAY),
         files=("*.log",),
     ),
     Job(
