@@ -15,6 +15,7 @@ from msaserve import env
 from msaserve.config import EngineConfig
 from msaserve.errors import InvalidRequestError
 from msaserve.eval.run import Answerer, Result, Skill, make_examples, plot, rows, run
+from msaserve.serve import DEFAULT_CHECKPOINT
 
 CHARS_PER_TOKEN = 3.5
 """Assumed of a server whose tokenizer is not at hand."""
@@ -29,7 +30,8 @@ class Eval:
 
     skill: tyro.conf.Positional[Skill]
     checkpoint: Path | None = None
-    """Directory to load. With --url: only its tokenizer, for the length of texts."""
+    """Directory to load. Default: the small trained model of a clone. With --url: only its tokenizer, for the length
+    of texts."""
     url: str | None = None
     """Ask this server instead, such as http://127.0.0.1:8000. Its key: the environment variable MSASERVE_API_KEY."""
     model: str = "default"
@@ -68,11 +70,11 @@ class Eval:
             answerer = Http(self.url, model=self.model, api_key=env.api_key(), max_tokens=self.max_tokens)
             if self.checkpoint is not None:
                 tokenizer = Tokenizer.load(self.checkpoint)
-        elif self.checkpoint is None:
+        elif self.checkpoint is None and not DEFAULT_CHECKPOINT.is_dir():
             raise InvalidRequestError("give --checkpoint DIRECTORY or --url ADDRESS")
         else:
             answerer = InProcess(
-                self.checkpoint,
+                self.checkpoint or DEFAULT_CHECKPOINT,
                 self.engine,
                 selection=self.selection,
                 seed=self.random_seed,

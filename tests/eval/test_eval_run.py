@@ -15,6 +15,7 @@ import pytest
 
 from msaserve.config import EngineConfig
 from msaserve.errors import EngineError, InvalidRequestError
+from msaserve.eval import command as eval_command
 from msaserve.eval import tool
 from msaserve.eval.answer import Http, InProcess
 from msaserve.eval.command import Eval
@@ -196,10 +197,19 @@ def test_command_in_process(untrained: Path, capsys: pytest.CaptureFixture[str])
     assert "instead of" in printed.err
 
 
+def test_command_takes_the_small_trained_checkpoint_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Eval("tool", n=1, random_seed=1, engine=SMALL).run() == 0
+    assert "1 of 1" in capsys.readouterr().out
+    monkeypatch.setattr(eval_command, "DEFAULT_CHECKPOINT", tmp_path / "none")
+    with pytest.raises(InvalidRequestError, match="give --checkpoint"):
+        Eval("tool", n=1).run()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give --checkpoint"),
         ({"url": "http://127.0.0.1:1", "selection": "dense"}, "does not go with --url"),
         ({"url": "http://127.0.0.1:1", "n": 0}, "must be positive"),
         ({"url": "http://127.0.0.1:1", "context": (100,)}, "too short"),
