@@ -26,7 +26,7 @@ from msaserve.gateway.apis import messages, responses
 from msaserve.gateway.apis.answer import Answer, ChatAnswer, CompletionAnswer
 from msaserve.gateway.apis.blocks import BlockAnswer
 from msaserve.gateway.apis.envelope import Envelope, dialect_of
-from msaserve.gateway.apis.messages import CountTokensRequest, MessagesAnswer, MessagesRequest
+from msaserve.gateway.apis.messages import CountTokensRequest, MessagesAnswer
 from msaserve.gateway.apis.openai import (
     ChatRequest,
     CompletionRequest,
@@ -39,8 +39,8 @@ from msaserve.gateway.apis.openai import (
     parse,
     sampling_params,
 )
-from msaserve.gateway.apis.responses import ResponsesAnswer, ResponsesRequest
-from msaserve.gateway.body import read_body
+from msaserve.gateway.apis.responses import ResponsesAnswer
+from msaserve.gateway.body import LARGE_BYTES, MAX_TOKEN_VALUES, MAX_VALUES, read_body, read_large
 from msaserve.gateway.chat import ChatTemplate, check_template_kwargs, thinking_kwargs, without_thinking
 from msaserve.gateway.chat import check_length as check_text_length
 from msaserve.gateway.chat_output import ChatOutput
@@ -192,8 +192,7 @@ class Gateway:
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         arrival = time.perf_counter()
-        body = await self._body(request)
-        asked = parse(body, ChatRequest)
+        asked, size = await self._asked(request, lambda body: parse(body, ChatRequest))
 
         def new_answer(new_output: Callable[[], ChatOutput]) -> Answer:
             return ChatAnswer(
@@ -204,39 +203,34 @@ class Gateway:
                 includes_usage=asked.includes_usage,
             )
 
-        return await self._chat(request, asked, len(body), new_answer, arrival)
+        return await self._chat(request, asked, size, new_answer, arrival)
 
     async def responses(self, request: Request) -> ASGIApp:
         arrival = time.perf_counter()
-        body = await self._body(request)
-        asked = parse(body, ResponsesRequest)
-        chat = responses.chat_of(asked)
+        (asked, chat, chat_asked), size = await self._asked(request, responses.read)
 
         def new_answer(new_output: Callable[[], ChatOutput]) -> BlockAnswer:
             return ResponsesAnswer(asked, new_output(), chat, model=self._settings.served_model_name)
 
         with chat.own_names():
-            return await self._chat(request, chat.chat_request(), len(body), new_answer, arrival)
+            return await self._chat(request, chat_asked, size, new_answer, arrival)
 
     async def messages(self, request: Request) -> ASGIApp:
         arrival = time.perf_counter()
-        body = await self._body(request)
-        chat = messages.chat_of(parse(body, MessagesRequest))
+        (chat, asked), size = await self._asked(request, messages.read)
 
         def new_answer(new_output: Callable[[], ChatOutput]) -> BlockAnswer:
             return MessagesAnswer(new_output(), chat, model=self._settings.served_model_name)
 
         with chat.own_names():
-            return await self._chat(request, chat.chat_request(), len(body), new_answer, arrival)
+            return await self._chat(request, asked, size, new_answer, arrival)
 
     async def count_tokens(self, request: Request) -> Response:
         """The prompt of a request to /v1/messages, its pictures and clips included."""
-        body = await self._body(request)
-        chat = messages.chat_of(parse(body, CountTokensRequest))
+        (chat, asked), size = await self._asked(request, lambda body: messages.read(body, CountTokensRequest))
         with chat.own_names():
-            asked = chat.chat_request()
             self._check_model(asked.model)
-            prompt = await self._chat_prompt(request, asked, await self.model_info(), len(body))
+            prompt = await self._chat_prompt(request, asked, await self.model_info(), size)
         return _json({"input_tokens": len(prompt.token_ids)})
 
     async def _chat(
@@ -266,7 +260,8 @@ class Gateway:
         return await self._answer(request, asked, answer, [generate], arrival)
 
     async def _chat_prompt(self, request: Request, asked: ChatRequest, model: ModelInfo, size: int) -> ChatPrompt:
-        tools = tool_use(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        use = (asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        tools = tool_use(*use) if size <= LARGE_BYTES else await asyncio.to_thread(tool_use, *use)
         grammar_size = size + _THREAD_BYTES * takes_long(asked, tools)
         constraint = await _run(lambda: chat_constraint(asked, tools, self._tokenizer), grammar_size)
         if constraint is not None and not tools.offered and constraint.kind not in ("structural_tag", "grammar"):
@@ -288,12 +283,13 @@ class Gateway:
 
     async def completions(self, request: Request) -> ASGIApp:
         arrival = time.perf_counter()
-        body = await self._body(request)
-        asked = parse(body, CompletionRequest)
+        asked, size = await self._asked(request, lambda body: parse(body, CompletionRequest), MAX_TOKEN_VALUES)
         self._check_model(asked.model)
         model = await self.model_info()
         sampling = sampling_params(asked, self._settings.defaults, model)
-        sampling = _constrained(sampling, asked_constraint(asked), model)
+        is_large = size > LARGE_BYTES
+        constraint = await asyncio.to_thread(asked_constraint, asked) if is_large else asked_constraint(asked)
+        sampling = _constrained(sampling, constraint, model)
         add_special_tokens = asked.add_special_tokens is not False
 
         def encode() -> list[list[int]]:
@@ -307,7 +303,7 @@ class Gateway:
             includes_usage=asked.includes_usage,
         )
         generates = []
-        for i, token_ids in enumerate(await _run(encode, len(body))):
+        for i, token_ids in enumerate(await _run(encode, size)):
             check_length(len(token_ids), asked.max_tokens, model, param="prompt")
             # OpenAI's default must not refuse a prompt that fits.
             max_tokens = min(sampling.max_tokens or 0, model.max_model_len - len(token_ids))
@@ -323,20 +319,20 @@ class Gateway:
         return await self._answer(request, asked, answer, generates, arrival)
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        asked = parse(body, TokenizeRequest)
+        asked, size = await self._asked(request, lambda body: parse(body, TokenizeRequest))
         self._check_model(asked.model)
         model = await self.model_info()
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if asked.messages is not None:
-            offered, kwargs = tool_use(asked.tools, None, None).offered, asked.chat_template_kwargs or {}
-            token_ids, _ = await self._encode_chat(request, asked, kwargs, offered, model, len(body))
+            tools = await _run(lambda: tool_use(asked.tools, None, None), size)
+            kwargs = asked.chat_template_kwargs or {}
+            token_ids, _ = await self._encode_chat(request, asked, kwargs, tools.offered, model, size)
         else:
             prompt = asked.prompt or ""
             add_special_tokens = asked.add_special_tokens is not False
             token_ids = await _run(
-                lambda: self._encode_prompt(prompt, model, add_special_tokens=add_special_tokens), len(body)
+                lambda: self._encode_prompt(prompt, model, add_special_tokens=add_special_tokens), size
             )
         result: dict[str, Any] = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids}
         if asked.return_token_strs:
@@ -345,12 +341,15 @@ class Gateway:
         return _json(result)
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        asked = parse(body, DetokenizeRequest)
+        asked, size = await self._asked(request, lambda body: parse(body, DetokenizeRequest), MAX_TOKEN_VALUES)
         self._check_model(asked.model)
-        check_token_ids(asked.tokens, await self.model_info(), param="tokens")
-        text = await _run(lambda: self._tokenizer.decode(asked.tokens, skip_special_tokens=False), len(body))
-        return _json({"prompt": text})
+        model = await self.model_info()
+
+        def decode() -> str:
+            check_token_ids(asked.tokens, model, param="tokens")
+            return self._tokenizer.decode(asked.tokens, skip_special_tokens=False)
+
+        return _json({"prompt": await _run(decode, size)})
 
     async def models(self, request: Request) -> Response:
         card = await self._model_card()
@@ -408,12 +407,15 @@ class Gateway:
             )
         return JsonBody(await until_disconnect(request.scope, request.receive, answer.collect(generation)))
 
-    async def _body(self, request: Request) -> bytes:
+    async def _asked(self, request: Request, read: Callable[[bytes], T], max_values: int = MAX_VALUES) -> tuple[T, int]:
+        """What `read` makes of the body, and how many bytes that has. max_values: see `read_large`."""
         if self.is_draining:
             raise OverloadedError("the server is shutting down and takes no new request")
         settings, lease = self._settings, Lease(self._bodies)
         request.state.facts.leases.append(lease)
-        return await read_body(request, settings.max_body_bytes, lease, read_seconds=settings.read_seconds)
+        body = await read_body(request, settings.max_body_bytes, lease, read_seconds=settings.read_seconds)
+        asked = read(body) if len(body) <= LARGE_BYTES else await read_large(body, read, max_values)
+        return asked, len(body)
 
     async def _encode_chat(
         self,

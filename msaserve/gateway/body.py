@@ -1,21 +1,36 @@
-"""The body of a request as it comes: how large it may be, and how slow."""
+"""The body of a request as it comes: how large it may be, and how slow; and of how many values its JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
+import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
+from msaserve.errors import TooLargeError
 from msaserve.gateway.media.budget import Lease
 from msaserve.gateway.transport import uncancel
+
+T = TypeVar("T")
 
 _STEP_BYTES = 2**20
 _BYTES_A_SECOND = 16_384
 """A body may take a second more for each of these."""
+_PIECE_BYTES = 2**18
+
+LARGE_BYTES = 2**18
+"""A body up to this takes milliseconds to decode and check, whatever it holds; a larger one is a thread's."""
+MAX_NODES = 2**17
+"""Objects, lists and members of objects in the JSON of a large body: 43,690 messages of a role and a text."""
+MAX_VALUES = 2**19
+"""Commas in it: values that have another before them."""
+MAX_TOKEN_VALUES = 2**21
+"""Of those in a body that may carry token ids."""
 
 
 async def read_body(request: Request, limit: int, lease: Lease, *, read_seconds: float = math.inf) -> bytes:
@@ -57,6 +72,49 @@ async def read_body(request: Request, limit: int, lease: Lease, *, read_seconds:
             headers=None if size <= 2 * limit else {"connection": "close"},
         )
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def read_large(body: bytes, read: Callable[[bytes], T], max_values: int = MAX_VALUES) -> T:
+    """What `read` makes of a large body of JSON, in a thread.
+
+    Raises:
+        TooLargeError: it has more than MAX_NODES or max_values.
+        Exception: whatever `read` raises.
+    """
+
+    def checked() -> T:
+        _check_json(body, max_values)
+        return read(body)
+
+    return await asyncio.to_thread(checked)
+
+
+def _check_json(body: bytes, max_values: int) -> None:
+    """Refuse JSON that takes long to decode: a decoder lets no other thread run before it has ended.
+
+    Numpy reads it piece by piece, and lets others run.
+    """
+    num_nodes = num_commas = start = 0
+    in_text = np.uint8(0)
+    while start < len(body):
+        piece = body[start : start + _PIECE_BYTES]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the last one belongs to the byte behind it
+            piece = body[start : start + _PIECE_BYTES + 1]
+        start += len(piece)
+        chars = np.frombuffer(piece.replace(b"\\\\", b"  ").replace(b'\\"', b"  "), np.uint8)
+        texts = np.bitwise_xor.accumulate((chars == ord('"')).view(np.uint8)) ^ in_text
+        in_text = texts[-1]
+        is_outside = texts == 0
+        is_node = ((chars | 0x20) == ord("{")) | (chars == ord(":"))  # [ is { without that bit
+        num_nodes += int(np.count_nonzero(is_node & is_outside))
+        num_commas += int(np.count_nonzero((chars == ord(",")) & is_outside))
+        if num_nodes > MAX_NODES:
+            raise TooLargeError(
+                f"the request body has more than {MAX_NODES} JSON objects, lists and members of objects",
+                code="body_too_large",
+            )
+        if num_commas > max_values:
+            raise TooLargeError(f"the request body has more than {max_values} JSON values", code="body_too_large")
 
 
 class _Patience:

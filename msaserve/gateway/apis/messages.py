@@ -10,7 +10,7 @@ import msgspec
 
 from msaserve.errors import InvalidRequestError
 from msaserve.gateway.apis.blocks import Block, BlockAnswer, Step
-from msaserve.gateway.apis.openai import ErrorBody
+from msaserve.gateway.apis.openai import ChatRequest, ErrorBody, parse
 from msaserve.gateway.apis.translate import Translation, objects, refuse, same_fields, text_of, unsupported
 from msaserve.gateway.stream import Generation
 from msaserve.gateway.transport import Dialect, server_event
@@ -72,6 +72,12 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+
+
+def read(body: bytes, kind: type[CountTokensRequest] = MessagesRequest) -> tuple[Translation, ChatRequest]:
+    """Raises InvalidRequestError for a body that is no request of the kind, or has no counterpart in a chat request."""
+    chat = chat_of(parse(body, kind))
+    return chat, chat.chat_request()
 
 
 def chat_of(asked: CountTokensRequest) -> Translation:

@@ -10,7 +10,7 @@ import msgspec
 
 from msaserve.errors import InvalidRequestError
 from msaserve.gateway.apis.blocks import Block, BlockAnswer, Step
-from msaserve.gateway.apis.openai import ErrorBody
+from msaserve.gateway.apis.openai import ChatRequest, ErrorBody, parse
 from msaserve.gateway.apis.translate import Translation, objects, refuse, same_fields, text_of, unsupported
 from msaserve.gateway.chat_output import ChatOutput
 from msaserve.gateway.stream import Generation
@@ -78,6 +78,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     top_k: int | None = None
+
+
+def read(body: bytes) -> tuple[ResponsesRequest, Translation, ChatRequest]:
+    """Raises InvalidRequestError for a body that is no request, or one without a counterpart in a chat request."""
+    asked = parse(body, ResponsesRequest)
+    chat = chat_of(asked)
+    return asked, chat, chat.chat_request()
 
 
 def chat_of(asked: ResponsesRequest) -> Translation:
