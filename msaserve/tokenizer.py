@@ -93,13 +93,15 @@ class Tokenizer:
         if guard not in text:
             return self.encode(text)
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            # The batch call leaves the interpreter to other threads.
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
         except TypeError as error:
             raise _half_a_character() from error
         ids: list[int] = []
         end = 0
-        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+        for number, token_id in enumerate(encoding.ids):
             if token_id in self._added_ids:
+                start, stop = encoding.token_to_chars(number)  # the list of all offsets takes long to make
                 ids += self.encode_plain(text[end:start].replace(guard, ""))
                 ids.append(token_id)
                 end = stop

@@ -18,6 +18,8 @@ from msaserve.tokenizer import Tokenizer, new_guard
 THINKING_MODES = ("adaptive", "enabled", "disabled")
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _RESERVED = ("messages", "tools", "documents")
+_HOPELESS_CHARS = 8
+"""For a token: a text of more is hardly within the limit."""
 
 
 class ChatTemplate:
@@ -117,6 +119,9 @@ class ChatTemplate:
         """
         try:
             strings = _strings([*messages, *tools])
+            longest = max(strings, key=len, default="")
+            if max_tokens is not None and len(longest) > _HOPELESS_CHARS * max_tokens:  # no need to copy all of it
+                check_length(tokenizer, longest, max_tokens, param="messages")
             guard = new_guard([self._source, *strings, *_strings(kwargs)])
             guarded = [
                 {key: _guard(tokenizer, value, guard, message.get("role") == "assistant") if key != "role" else value

@@ -170,3 +170,16 @@ def test_thinking_refused(thinking: Any, effort: Any) -> None:
 def test_kwargs_cannot_replace_the_messages() -> None:
     with pytest.raises(InvalidRequestError, match="messages"):
         check_template_kwargs({"messages": []})
+
+
+@pytest.mark.parametrize("text", ["]~b]ai", "words, "])
+def test_a_hopeless_text_is_refused_before_it_is_copied(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    def guard(*args: Any, **kwargs: Any) -> str:
+        raise AssertionError("it was copied")
+
+    assert TEMPLATE is not None
+    messages: Messages = [{"role": "user", "content": text * 200_000}]
+    monkeypatch.setattr(Tokenizer, "guard", guard)
+    with pytest.raises(InvalidRequestError, match="has more than") as raised:
+        TEMPLATE.encode(TOKENIZER, messages, max_tokens=10_000)
+    assert raised.value.code == "context_length_exceeded"

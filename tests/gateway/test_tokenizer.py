@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ REFERENCE = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
 TOKENIZER = Tokenizer.load(TINY)
 ADDED = [token.content for token in REFERENCE.get_added_tokens_decoder().values()]
 SPELLINGS = ["]~b]", "[e~[", "<mm:think>", "]<]image[>[", "]<]start of image[>["]
+GUARD = chr(0x100000)
 texts = st.text() | st.lists(st.sampled_from([*SPELLINGS, "[e", "~[", "]", "[", "<", "é", "日", " ", "\n"])).map(
     "".join
 )
@@ -159,3 +162,23 @@ def test_a_text_of_all_guards_ends() -> None:
         assert new_guard(["x", every[:i], every[i + 1 :]]) == every[i]
     with pytest.raises(InvalidRequestError, match="private-use"):
         new_guard([every])
+
+
+def test_a_guarded_text_leaves_the_interpreter_to_other_threads() -> None:
+    """As a plain one does: the longest time that another thread has to wait is a small part of the whole."""
+    text = "a word " * 100_000 + GUARD
+    shares = []
+    for _ in range(5):
+        with ThreadPoolExecutor(1) as pool:
+            start = last = time.perf_counter()
+            longest = 0.0
+            ids = pool.submit(TOKENIZER.encode_guarded, text, GUARD)  # may not return before it has ended
+            is_done = False
+            while not is_done:
+                is_done = ids.done()
+                now = time.perf_counter()
+                longest, last = max(longest, now - last), now
+                time.sleep(0.001)
+        shares.append(longest / (last - start))
+        assert len(ids.result()) == 700_000
+    assert min(shares) < 0.3
