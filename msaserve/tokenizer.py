@@ -94,7 +94,8 @@ class Tokenizer:
             return self.encode(text)
         try:
             # The batch call leaves the interpreter to other threads.
-            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            encode: Any = self._tokenizer.encode_batch
+            (encoding,) = encode([text], add_special_tokens=False)
         except TypeError as error:
             raise _half_a_character() from error
         ids: list[int] = []

@@ -94,6 +94,13 @@ def _check_json(body: bytes, max_values: int) -> None:
 
     Numpy reads it piece by piece, and lets others run.
     """
+    num_nodes = num_commas = 0
+    for start in range(0, len(body), _PIECE_BYTES):
+        piece_nodes, piece_commas = _marks(np.frombuffer(body, np.uint8, min(_PIECE_BYTES, len(body) - start), start))
+        num_nodes += int(np.count_nonzero(piece_nodes))
+        num_commas += int(np.count_nonzero(piece_commas))
+    if num_nodes <= MAX_NODES and num_commas <= max_values:
+        return  # also with what stands in texts, which takes longer to tell
     num_nodes = num_commas = start = 0
     in_text = np.uint8(0)
     while start < len(body):
@@ -105,9 +112,9 @@ def _check_json(body: bytes, max_values: int) -> None:
         texts = np.bitwise_xor.accumulate((chars == ord('"')).view(np.uint8)) ^ in_text
         in_text = texts[-1]
         is_outside = texts == 0
-        is_node = ((chars | 0x20) == ord("{")) | (chars == ord(":"))  # [ is { without that bit
+        is_node, is_comma = _marks(chars)
         num_nodes += int(np.count_nonzero(is_node & is_outside))
-        num_commas += int(np.count_nonzero((chars == ord(",")) & is_outside))
+        num_commas += int(np.count_nonzero(is_comma & is_outside))
         if num_nodes > MAX_NODES:
             raise TooLargeError(
                 f"the request body has more than {MAX_NODES} JSON objects, lists and members of objects",
@@ -115,6 +122,11 @@ def _check_json(body: bytes, max_values: int) -> None:
             )
         if num_commas > max_values:
             raise TooLargeError(f"the request body has more than {max_values} JSON values", code="body_too_large")
+
+
+def _marks(chars: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where objects, lists and members begin, and where commas are; uint8 [n] to bool [n]."""
+    return ((chars | 0x20) == ord("{")) | (chars == ord(":")), chars == ord(",")  # [ is { without that bit
 
 
 class _Patience:
