@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from msaserve import ops
 from msaserve.integrations import cards
@@ -233,45 +232,6 @@ def test_decodes_that_pad_a_graph() -> None:
     assert (output[4] == 0).all()
 
 
-class Launches(TorchDispatchMode):
-    """What PyTorch computes or copies in between; views launch nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_a_call_is_two_operators_and_views(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """In a graph of 57 layers a launch more in each costs some 150 µs a step."""
-    call = Call([1, 1], [2400, 128])
-    batch = ops.batch_from_slots(call.req_to_token, call.rows, call.seq_lens, block_size=128, max_blocks=32)
-    output = torch.zeros_like(call.q)
-    called = []
-
-    def stand_in(name: str, result: Any) -> None:
-        monkeypatch.setattr(attention.ops, name, lambda *args, **options: called.append(name) or result)
-
-    stand_in("batch_from_slots", batch)
-    stand_in("select_attend", (output, None))
-    launches, around = Launches(), attention.around
-
-    def watched(*given: Any) -> Any:
-        with launches:
-            return around(*given)
-
-    monkeypatch.setattr(attention, "around", watched)
-    result = call.decode(decode_0523) if kind == "decode" else call.prefill(prefill_0523)
-    assert result == (None, output)
-    assert called == ["batch_from_slots", "select_attend"]
-    assert launches.names == []
-
-
 @pytest.mark.parametrize(("kv_heads", "group"), [(4, 16), (1, 16), (1, 8)])
 def test_shapes_of_tensor_parallel_ranks(kv_heads: int, group: int) -> None:
     call = Call([20, 3], [2200, 300], kv_heads=kv_heads, group=group)
@@ -293,7 +253,6 @@ def test_shapes_of_tensor_parallel_ranks(kv_heads: int, group: int) -> None:
         ({"local_blocks": 0}, "local_blocks is 0"),
         ({"topk": 65}, "topk 65"),
         ({"score_type": "lse"}, "lse"),
-        ({"slot_ids": torch.zeros(1, dtype=torch.int16)}, "slot_ids is torch.int16"),
     ],
 )
 def test_what_ours_do_not_know_goes_to_stock(

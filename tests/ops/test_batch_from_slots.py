@@ -130,6 +130,8 @@ def test_no_request_and_no_column() -> None:
         ({"row_ids": torch.zeros(3, dtype=torch.int32)}, r"seq_lens has shape \[2\], .* with B = 3"),
         ({"seq_lens": torch.ones(2)}, "seq_lens is torch.float32, expected torch.int32 or torch.int64"),
         ({"max_blocks": 4}, r"max_blocks = 4 does not fit token_slots \[5, 300\] in blocks of 128"),
+        ({"max_blocks": -1}, "max_blocks = -1 does not fit"),
+        ({"block_size": 0}, "in blocks of 0"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:

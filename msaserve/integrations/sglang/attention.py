@@ -18,11 +18,8 @@ logger = logging.getLogger("msaserve.sglang")
 PAGE = 128
 """Tokens of a page and of a sparse block."""
 
-WHERE = ("req_to_token", "slot_ids", "seq_lens")
-"""Arguments that say where a batch's tokens are."""
 READ = {
-    *WHERE,
-    *("q", "k_cache", "v_cache", "idx_q", "idx_k_cache", "sm_scale"),
+    *("q", "k_cache", "v_cache", "idx_q", "idx_k_cache", "req_to_token", "slot_ids", "seq_lens", "sm_scale"),
     *("topk", "init_blocks", "local_blocks", "block_size_k", "score_type", "disable_index_value"),
 }
 """Arguments that every call must have. Prefill's lengths, decode's and page_size are read too."""
@@ -39,13 +36,12 @@ CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 class Batch(NamedTuple):
-    """What a call says of its batch in a way of its own."""
+    """How a batch lies in SGLang's slots."""
 
-    cu_query_lens: torch.Tensor | None
-    """None if each request brings one query token."""
+    seq_lens: torch.Tensor
+    cu_query_lens: torch.Tensor
     max_query_len: int
     max_seq_len: int
-    """In a captured decode the longest context that there may be, else the batch's longest."""
 
 
 def around(
@@ -90,8 +86,6 @@ def why_stock(given: Mapping[str, Any]) -> str | None:
     if any(cache.ndim != 3 or cache.dtype not in CACHE_DTYPES for cache in caches):
         kinds = ", ".join(f"{cache.ndim}-dimensional {cache.dtype}" for cache in caches)
         return f"the caches are {kinds}, not [slots, heads, dim] of bfloat16, float16 or float8_e4m3fn"
-    if any(given[name].dtype not in (torch.int32, torch.int64) for name in WHERE):
-        return f"{', '.join(f'{name} is {given[name].dtype}' for name in WHERE)}: neither int32 nor int64"
     reason = cards.why_not(
         _capability(q.device),
         triton=cards.triton_version(),
@@ -116,19 +110,21 @@ def why_stock(given: Mapping[str, Any]) -> str | None:
 
 
 def prefill_batch(given: Mapping[str, Any]) -> Batch:
-    return Batch(given["cu_seqlens"].int(), given["max_seqlen_q"], given["max_seqlen_k"])
+    return Batch(given["seq_lens"].int(), given["cu_seqlens"].int(), given["max_seqlen_q"], given["max_seqlen_k"])
 
 
 def decode_batch(given: Mapping[str, Any]) -> Batch:
-    return Batch(None, 1, given["max_seqlen"])
+    seq_lens = given["seq_lens"].int()
+    starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
+    return Batch(seq_lens, starts, 1, given["max_seqlen"])
 
 
 def run(given: Mapping[str, Any], batch: Batch) -> torch.Tensor:
     """Output [T, Hq, D]. SGLang's caches are [slots, heads, D]; a page's slots lie in a row."""
-    max_seq_len = min(batch.max_seq_len, given["req_to_token"].shape[1])
-    block_table, seq_lens, decode_starts = ops.batch_from_slots(
-        *(given[name] for name in WHERE), block_size=PAGE, max_blocks=-(-max_seq_len // PAGE)
-    )
+    num_blocks = -(-batch.max_seq_len // PAGE)
+    # ops.batch_from_slots makes all of this in one launch; it takes its place when a card has checked it.
+    first_slots = given["req_to_token"][:, ::PAGE][:, :num_blocks]
+    block_table = first_slots.index_select(0, given["slot_ids"]).div(PAGE, rounding_mode="floor").int()
     output, _ = ops.select_attend(
         given["q"],
         pages(given["k_cache"]),
@@ -136,13 +132,13 @@ def run(given: Mapping[str, Any], batch: Batch) -> torch.Tensor:
         given["idx_q"],
         pages(given["idx_k_cache"])[:, :, 0],
         block_table,
-        seq_lens,
-        decode_starts if batch.cu_query_lens is None else batch.cu_query_lens,
+        batch.seq_lens,
+        batch.cu_query_lens,
         topk=given["topk"],
         local_blocks=given["local_blocks"],
         scale=given["sm_scale"],
         max_query_len=batch.max_query_len,
-        max_seq_len=max_seq_len,
+        max_seq_len=min(batch.max_seq_len, block_table.shape[1] * PAGE),
     )
     return output
 

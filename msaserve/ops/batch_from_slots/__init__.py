@@ -7,14 +7,14 @@ import torch
 from msaserve.ops import tape
 from msaserve.ops.checks import check_dtype, check_shapes
 from msaserve.ops.dispatch import Impl, always, choose
-from msaserve.ops.hopper import ask_later, on_card
+from msaserve.ops.hopper import ask_later, by_name
 
 IMPLS = (
     Impl(
         "triton",
         "msaserve.ops.batch_from_slots.triton:batch_from_slots",
         ask_later("msaserve.ops.batch_from_slots.triton:why_not"),
-        on_card,
+        by_name,
     ),
     Impl("reference", "msaserve.ops.batch_from_slots.reference:batch_from_slots", always),
 )
@@ -39,6 +39,7 @@ def batch_from_slots(
             Read only where a block of the batch begins.
         row_ids: [B] int32 or int64, where the batch's requests stand in it; anything for a request without tokens.
         seq_lens: [B] int32 or int64.
+        block_size: tokens of a block, 1 or more.
         max_blocks: columns of the block table; blocks beyond are left out.
 
     Returns:
@@ -46,7 +47,8 @@ def batch_from_slots(
         int32 of decodes, one query token each.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; more columns than token_slots has blocks.
+        ValueError: shapes, dtypes or devices that do not fit; no block size; fewer columns than none, or more than
+            token_slots has blocks.
     """
     tensors = (token_slots, row_ids, seq_lens)
     key = tape.key("batch_from_slots", tensors, block_size, max_blocks, impl)
@@ -61,7 +63,7 @@ def batch_from_slots(
     )
     for name, tensor in zip(("token_slots", "row_ids", "seq_lens"), tensors, strict=True):
         check_dtype("batch_from_slots", name, tensor, INTS)
-    if max_blocks > -(-sizes["max_tokens"] // block_size):
+    if block_size < 1 or not 0 <= max_blocks <= -(-sizes["max_tokens"] // block_size):
         raise ValueError(
             f"batch_from_slots: max_blocks = {max_blocks} does not fit token_slots {list(token_slots.shape)} "
             f"in blocks of {block_size}"
