@@ -54,7 +54,7 @@ def spans(out: Path, *names: str) -> list[tuple[float, float]]:
 
 def span(name: str, meets: str = "", **needs: Any) -> Job:
     """meets: it ends once that one has begun, too."""
-    wait = f"until [ -e {{all}}/{meets}/span ]; do sleep 0.05; done" if meets else "sleep 0.3"
+    wait = f"until [ -s {{all}}/{meets}/span ]; do sleep 0.05; done" if meets else "sleep 0.3"
     return Job(name, f"date +%s.%N > {{out}}/span; {wait}; date +%s.%N >> {{out}}/span", 1, **needs)
 
 
